@@ -1,0 +1,276 @@
+"""From a command line to a checked `Config`: the only module that knows Hydra.
+
+Hydra composes the groups of conf/ and parses overrides (https://hydra.cc/docs/1.3/advanced/override_grammar/basic/);
+the schema types the values. Every key is checked against the schema, `+key=` too, which Hydra itself lets through.
+Precedence: defaults < recipe < command line.
+"""
+
+import dataclasses
+import difflib
+import itertools
+import types
+import typing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hydra import compose, initialize_config_dir
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import TypeAdapter, ValidationError
+
+from tonnage.config.schema import Config
+from tonnage.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parents[3]
+CONF = ROOT / "conf"
+RECIPES = ROOT / "recipes"
+ALIASES = {"accumulation": "batch.accumulation_steps"}
+
+
+@dataclass(frozen=True)
+class CommandLine:
+    """What a user typed: overrides (`key=value`), flags, and the run folder to go on with, if any."""
+
+    overrides: tuple[str, ...] = ()
+    run_folder: Path | None = None
+    multirun: bool = False
+    print_config: bool = False
+    help: bool = False
+
+
+def parse_command_line(argv: list[str]) -> CommandLine:
+    """Split `argv` into overrides and flags; the `--local_rank=N` that deepspeed appends is dropped.
+
+    Raises:
+        ConfigError: a flag that is not known.
+    """
+    overrides, run_folder, flags = [], None, {"multirun": False, "print_config": False, "help": False}
+    names = {"-m": "multirun", "--multirun": "multirun", "--cfg": "print_config", "-h": "help", "--help": "help"}
+    for word in argv:
+        if word.startswith(("--local_rank=", "--local-rank=")):
+            continue
+        if word in names:
+            flags[names[word]] = True
+        elif word.startswith("-"):
+            raise ConfigError(f"{word}: unknown flag; known are {', '.join(names)}; all else is key=value")
+        elif word.startswith("run="):
+            run_folder = Path(word.removeprefix("run="))
+        else:
+            overrides.append(word)
+    return CommandLine(tuple(overrides), run_folder, **flags)
+
+
+def groups() -> dict[str, list[str]]:
+    """Config groups of conf/ and their choices."""
+    return {folder.name: sorted(file.stem for file in folder.glob("*.yaml"))
+            for folder in sorted(CONF.iterdir()) if folder.is_dir() and folder.name != "tables"}
+
+
+def recipes() -> list[str]:
+    """Names of the recipes."""
+    return sorted(file.stem for file in RECIPES.glob("*.yaml"))
+
+
+def compose_config(overrides: typing.Iterable[str], base: dict | None = None) -> Config:
+    """The checked configuration of `overrides` over `base` (a former run's config) or over the defaults and a recipe.
+
+    Raises:
+        ConfigError: a key that does not exist (with the nearest that does), a value of the wrong type, an unknown
+            choice or recipe, a value that is still missing.
+    """
+    return to_schema(compose_mapping(overrides, base))
+
+
+def compose_mapping(overrides: typing.Iterable[str], base: dict | None = None) -> dict:
+    """As `compose_config`, as plain nested dicts and before the types are checked."""
+    overrides = list(overrides)
+    choices, values = {}, []
+    for key, value in _recipe_items(overrides) + _override_items(overrides):
+        if key in groups() and isinstance(value, str):
+            _require_choice(key, value)
+            choices[key] = value
+        else:
+            values.append((_checked_key(key), value))
+    try:
+        with initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
+            composed = compose("config", overrides=[f"{group}={choice}" for group, choice in choices.items()])
+        config = composed if base is None else OmegaConf.create(base)
+        OmegaConf.set_struct(config, False)
+        for group in choices:
+            config[group] = composed[group]
+        for key, value in values:
+            OmegaConf.update(config, key, value, merge=False)
+        return OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(_first_line(error)) from error
+
+
+def expand_sweep(overrides: typing.Iterable[str]) -> list[list[str]]:
+    """The cross product of comma-separated values: one list of overrides a run."""
+    axes = [[f"{override.get_key_element()}={value}" for value in override.sweep_string_iterator()]
+            if override.is_sweep_override() else [override.input_line] for override in _parse(overrides)]
+    return [list(point) for point in itertools.product(*axes)]
+
+
+def to_schema(mapping: dict) -> Config:
+    """`mapping` (nested dicts) as a typed `Config`.
+
+    Raises:
+        ConfigError: names the key, its value and the rule.
+    """
+    try:
+        return TypeAdapter(Config).validate_python(mapping)
+    except ValidationError as error:
+        lines = {}
+        for fault in error.errors():
+            name, annotation = _field_at(fault["loc"])
+            if annotation is None:
+                lines[name] = f"{name}: no such key{_did_you_mean(name)}"
+            elif fault["type"] == "value_error":
+                lines[name] = f"{name}={fault['input']!r}: {fault['ctx']['error']}"
+            else:
+                lines[name] = f"{name}={_value_at(mapping, name)!r}: must be {describe_type(annotation)}"
+        raise ConfigError("\n".join(lines.values())) from error
+
+
+def schema_fields(cls: type = Config, prefix: str = "") -> dict[str, dataclasses.Field]:
+    """Dotted key -> field of every leaf of the schema, in order."""
+    leaves = {}
+    for item in dataclasses.fields(cls):
+        name = prefix + item.name
+        if dataclasses.is_dataclass(item.type):
+            leaves |= schema_fields(item.type, name + ".")
+        else:
+            leaves[name] = item
+    return leaves
+
+
+def describe_type(annotation: Any) -> str:
+    """An annotation in words, for errors and docs: `a whole number of at least 1, or auto`."""
+    origin, args = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is typing.Annotated:
+        bounds = [f"{word} {value:g}" for limit in args[1].metadata for name, word in
+                  (("ge", "of at least"), ("gt", "above"), ("le", "of at most"))
+                  if (value := getattr(limit, name, None)) is not None]
+        return " ".join([describe_type(args[0])] + [" and ".join(bounds)] * bool(bounds))
+    if origin is typing.Literal:
+        return " or ".join(map(str, args))
+    if origin in (typing.Union, types.UnionType):
+        return ", or ".join(describe_type(arg) for arg in args)
+    if origin is list:
+        return f"a list of {describe_type(args[0]).removeprefix('a ')}s"
+    if origin is tuple:
+        return f"{len(args)} values, each {describe_type(args[0])}"
+    if origin is dict:
+        return "a mapping"
+    if dataclasses.is_dataclass(annotation):
+        return f"a mapping of {', '.join(item.name for item in dataclasses.fields(annotation))}"
+    return {int: "a whole number", float: "a number", bool: "true or false", str: "a text",
+            type(None): "null (off)"}[annotation]
+
+
+def _parse(overrides):
+    try:
+        return OverridesParser.create().parse_overrides(list(overrides))
+    except HydraException as error:
+        raise ConfigError(f"{_first_line(error)}; the form is key=value") from error
+
+
+def _override_items(overrides):
+    items = []
+    for override in _parse(overrides):
+        if override.is_delete():
+            raise ConfigError(f"{override.input_line}: keys cannot be deleted; set {override.key_or_group}=null")
+        if override.is_sweep_override():
+            raise ConfigError(f"{override.input_line}: several values are a sweep; add -m for one run each")
+        if override.key_or_group != "recipe":
+            items.append((override.key_or_group, override.value()))
+    return items
+
+
+def _recipe_items(overrides):
+    names = [override.value() for override in _parse(overrides) if override.key_or_group == "recipe"]
+    if not names:
+        return []
+    file = RECIPES / f"{names[-1]}.yaml"
+    if not file.is_file():
+        raise ConfigError(f"recipe={names[-1]}: no such recipe{_nearest(str(names[-1]), recipes())}")
+    return list(_flatten(yaml.safe_load(file.read_text()) or {}))
+
+
+def _flatten(mapping, prefix=""):
+    keys = schema_fields()
+    for name, value in mapping.items():
+        if isinstance(value, dict) and prefix + name not in keys:
+            yield from _flatten(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
+
+
+def _checked_key(name):
+    """`name` if the schema has it, or a section or a free mapping above it.
+
+    Raises:
+        ConfigError: with the nearest names.
+    """
+    name = ALIASES.get(name, name)
+    keys = schema_fields()
+    inside_mapping = any(name.startswith(known + ".") and typing.get_origin(item.type) is dict
+                         for known, item in keys.items())
+    if name in keys or inside_mapping:
+        return name
+    if any(known.startswith(name + ".") for known in keys):
+        choices = groups().get(name)
+        raise ConfigError(f"{name}: a section; set one of its keys" + (f" or choose {', '.join(choices)}" if choices
+                                                                       else ""))
+    raise ConfigError(f"{name}: no such key{_did_you_mean(name)}")
+
+
+def _require_choice(group, choice):
+    choices = groups()[group]
+    if choice not in choices:
+        raise ConfigError(f"{group}={choice}: no such choice{_nearest(choice, choices)}")
+
+
+def _did_you_mean(name):
+    names = list(schema_fields()) + list(ALIASES) + list(groups())
+    near = difflib.get_close_matches(name, names, n=3, cutoff=0.6)
+    # a right last word in the wrong section is a near miss too: learning_rate -> optimizer.learning_rate
+    tail = name.rsplit(".", 1)[-1]
+    near += [known for known in names if known.rsplit(".", 1)[-1] == tail and known not in near]
+    return f"; did you mean {', '.join(near[:3])}?" if near else "; docs/config.md lists all keys"
+
+
+def _nearest(name, known):
+    near = difflib.get_close_matches(name, known, n=3)
+    return f"; did you mean {', '.join(near)}?" if near else f"; there are {', '.join(known)}"
+
+
+def _field_at(location):
+    """(dotted name, annotation or None) of pydantic's error location, which also names members of unions."""
+    cls, names, annotation = Config, [], None
+    for part in location:
+        items = {item.name: item for item in dataclasses.fields(cls)} if cls else {}
+        if part in items:
+            annotation = items[part].type
+            cls = annotation if dataclasses.is_dataclass(annotation) else None
+            names.append(str(part))
+        elif cls:
+            return ".".join(names + [str(part)]), None
+        else:
+            break
+    return ".".join(names), annotation
+
+
+def _value_at(mapping, name):
+    for part in name.split("."):
+        mapping = mapping.get(part) if isinstance(mapping, dict) else None
+    return mapping
+
+
+def _first_line(error):
+    return str(error).strip().splitlines()[0]

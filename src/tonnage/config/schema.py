@@ -1,0 +1,215 @@
+"""The typed schema: every key of a run, its type, its default, what it means. docs/config.md is generated from here.
+
+`None` means off, `"auto"` means work it out. Pydantic checks the values (https://docs.pydantic.dev); compose.py turns
+what it finds into messages that name the key.
+"""
+
+from dataclasses import field
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Field
+from pydantic.dataclasses import dataclass
+
+Auto = Literal["auto"]
+Count = Annotated[int, Field(ge=1)]
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+Positive = Annotated[float, Field(gt=0.0)]
+NonNegative = Annotated[float, Field(ge=0.0)]
+
+STRATEGIES = ("auto", "ddp", "zero0", "zero1", "zero2", "zero3", "fsdp", "hsdp")
+
+section = dataclass(frozen=True, config=ConfigDict(extra="forbid"), kw_only=True)
+
+
+def key(default: Any, text: str) -> Any:
+    """A schema field: its default and the sentence that docs/config.md prints."""
+    if isinstance(default, (list, dict)):
+        return field(default_factory=lambda: type(default)(default), metadata={"text": text})
+    return field(default=default, metadata={"text": text})
+
+
+@section
+class Run:
+    name: str | None = key(None, "name of the run folder; None gives <model>-<adapter>-<UTC time>-<4 hex digits>")
+    root: str = key("outputs", "where run folders are made")
+    fork: bool = key(False, "on resume: allow changes of data, seed, global batch or optimizer, in a new run folder")
+
+
+@section
+class Batch:
+    global_rows: Count | Auto = key("auto", "rows of one optimizer step, over all GPUs; auto is 128 unless the other "
+                                            "keys fix it")
+    global_tokens: Count | None = key(None, "instead of global_rows: as many whole rows as stay within this many "
+                                            "non-padding input tokens (at least one)")
+    micro_rows: Count | Auto = key("auto", "rows of one forward and backward on one GPU, at most; auto keeps a "
+                                           "micro-batch within 4,096 tokens")
+    accumulation_steps: Count | Auto = key("auto", "micro-batches of one optimizer step on the busiest GPU")
+
+
+@section
+class Model:
+    name: str = key("custom", "a model of docs/models.md, or custom")
+    path: str | None = key(None, "a folder, a GGUF file or a hub id; auto: as shipped with an installed package")
+    revision: str | None = key(None, "branch, tag or commit on the hub")
+    attention: Literal["auto", "sdpa", "flash", "eager", "flex"] = key(
+        "auto", "attention kernel; auto is flash where flash-attn is installed and a GPU is used, sdpa otherwise")
+    compile: bool = key(False, "compile each decoder layer with torch.compile")
+    activation_checkpointing: Literal["none", "full"] = key(
+        "full", "full: keep only each layer's input and compute the layer again in backward")
+    new_tokens: list[str] = key([], "tokens to add; their embeddings (and the head) are trained and saved, with "
+                                    "adapters too")
+    trust_remote_code: bool = key(False, "run the Python code that a model folder brings")
+    allow_pickle: bool = key(False, "read weights from pickle files (weights only) where no safetensors exist")
+
+
+@section
+class Adapter:
+    name: Literal["full", "lora", "dora", "rslora"] = key("lora", "what is trained: every weight, or an adapter")
+    rank: Count = key(16, "rank r of the two adapter matrices")
+    alpha: Positive = key(32.0, "scale: the update is alpha/rank (rslora: alpha/sqrt(rank)) times B A")
+    dropout: Fraction = key(0.0, "dropout on the adapter's input; above 0, exactness across cuts is not claimed")
+    targets: list[str] = key(["all-linear"], "linear layers to adapt, by the end of their names; all-linear: every "
+                                             "linear layer of the decoder but routers and the head")
+
+
+@section
+class Strategy:
+    name: Literal["auto", "ddp", "zero0", "zero1", "zero2", "zero3", "fsdp", "hsdp"] = key(
+        "auto", "how states are spread over GPUs; auto: zero3 (one GPU: zero1) under the deepspeed launcher, "
+                "otherwise fsdp (one GPU: ddp)")
+    offload: Literal["none", "optimizer", "all", "nvme"] = key(
+        "none", "what lives in host memory (or on NVMe): the optimizer, or parameters too")
+    nvme_path: str | None = key(None, "folder on a local NVMe disk, for offload=nvme")
+    shard_gpus: Count | Auto = key("auto", "hsdp: GPUs that share one copy of the weights; auto is one node's GPUs")
+    reshard_after_forward: bool = key(True, "fsdp, hsdp: free gathered weights after forward and gather them again "
+                                            "in backward")
+    extra: dict[str, Any] = key({}, "raw DeepSpeed keys, added to the generated JSON; may not contradict it")
+
+
+@section
+class Precision:
+    name: Literal["bf16", "fp32", "fp16"] = key("bf16", "compute precision; trained weights, gradients' sums and "
+                                                        "optimizer states are fp32 in each")
+
+
+@section
+class Optimizer:
+    name: Literal["adamw", "adamw8bit", "sgd"] = key("adamw", "update rule")
+    learning_rate: Positive | Auto = key("auto", "peak learning rate; auto is 2e-4 with an adapter, 1e-5 without")
+    betas: tuple[Fraction, Fraction] = key((0.9, 0.95), "AdamW's decay rates of the two moments")
+    eps: Positive = key(1e-8, "AdamW's epsilon")
+    momentum: Fraction = key(0.9, "sgd's momentum")
+    weight_decay: NonNegative = key(0.0, "decoupled weight decay (sgd: L2)")
+    decay_all: bool = key(False, "decay norms, biases and embeddings too")
+    clip_norm: Positive | None = key(1.0, "gradients are scaled down to this global norm; None is off")
+    scale_lr: Literal["none", "linear", "sqrt"] = key("none", "scale the learning rate by global_rows / base_rows")
+    base_rows: Count = key(128, "the global batch that learning_rate was chosen for, for scale_lr")
+
+
+@section
+class Schedule:
+    name: Literal["constant", "linear", "cosine", "wsd"] = key("cosine", "shape of the learning rate after warm-up")
+    warmup_steps: Annotated[int, Field(ge=0)] | Auto = key("auto", "steps of linear warm-up; auto is 3 % of the run")
+    final_fraction: Fraction = key(0.1, "learning rate at the last step, relative to the peak")
+    decay_fraction: Fraction = key(0.2, "wsd: share of the run that decays at the end")
+
+
+@section
+class DataSet:
+    path: str = key("", "a file, a folder or a hub id")
+    format: Literal["auto", "chat", "instruct", "completion", "text"] = key("auto", "what a record holds")
+    split: str = key("train", "split of a hub data set or folder")
+    subset: str | None = key(None, "configuration name of a hub data set")
+    weight: Positive = key(1.0, "times each row is seen per epoch; 0.5 is a different half each epoch")
+    columns: dict[str, str] = key({}, "our field name to the record's, e.g. {prompt: question}")
+
+
+@section
+class Data:
+    name: str = key("files", "name of the preset")
+    path: str | None = key(None, "short for one data set: sets=[{path: ...}]")
+    format: Literal["auto", "chat", "instruct", "completion", "text"] = key("auto", "format of data.path")
+    sets: list[DataSet] = key([], "several data sets with weights")
+    seq_tokens: Count = key(2048, "tokens of a row; longer samples are cut")
+    packing: bool = key(False, "fill rows with several samples, which do not see each other")
+    truncate: Literal["end", "start", "drop"] = key("end", "samples longer than seq_tokens: cut the end, cut the "
+                                                           "start, or drop them")
+    train_on: Literal["assistant", "all"] = key("assistant", "tokens with a loss: the answers, or everything")
+    system: str | None = key(None, "system message for chats that have none")
+    chat_template: str | None = key(None, "a Jinja file that replaces the tokenizer's chat template")
+    on_bad: Literal["error", "skip"] = key("error", "a record that cannot be used: stop, or count and go on")
+    max_dropped_fraction: Fraction = key(0.2, "stop if more samples than this have no token left to learn from")
+    streaming: bool = key(False, "read while training; needs train.max_steps")
+    buffer_rows: Count = key(1024, "streaming: rows held for shuffling and packing")
+    cache: str = key("auto", "folder of prepared data; auto is ~/.cache/tonnage")
+
+
+@section
+class Eval:
+    path: str | None = key(None, "held-out data: a file, a folder or a hub id")
+    split: str = key("validation", "split of a hub data set or folder")
+    format: Literal["auto", "chat", "instruct", "completion", "text"] = key("auto", "format of eval.path")
+    holdout_fraction: Fraction = key(0.0, "without eval.path: share of the training samples to hold out")
+    every_steps: Count | None = key(None, "evaluate every n steps; always before the first and after the last step")
+    max_rows: Count | None = key(None, "evaluate on the first n rows only")
+    metric: Literal["loss"] = key("loss", "what the best checkpoint is best in: token-weighted held-out loss")
+    prompts: list[str] = key([], "user messages answered greedily before and after training")
+    prompt_tokens: Count = key(64, "most new tokens of such an answer")
+
+
+@section
+class Train:
+    epochs: Count = key(1, "passes over the data")
+    max_steps: Count | None = key(None, "stop after this many optimizer steps")
+    loss: Literal["auto", "chunked", "plain"] = key("auto", "chunked never holds the whole logits; auto is chunked "
+                                                            "where the head allows it")
+    loss_chunk_tokens: Count = key(1024, "label tokens whose logits are held at once")
+    max_nonfinite_steps: Count = key(5, "stop after this many steps in a row with a non-finite gradient")
+    audit: bool = key(True, "after the first steps, check that every trained tensor has received a gradient")
+
+
+@section
+class Checkpoint:
+    every_steps: Count | None = key(None, "write a checkpoint every n steps; one is always written at the end")
+    keep: Count = key(2, "newest checkpoints to keep")
+    keep_best: bool = key(True, "keep the one with the best eval.metric too")
+    keep_every_steps: Count | None = key(None, "keep every n-th step's checkpoint for good")
+
+
+@section
+class Tracker:
+    name: Literal["none", "tensorboard", "wandb", "mlflow"] = key("tensorboard", "where metrics go besides "
+                                                                                 "metrics.jsonl")
+    project: str = key("tonnage", "project or experiment name")
+    every_steps: Count = key(1, "log every n steps")
+
+
+@section
+class Cluster:
+    gpus_per_node: Count | Auto = key("auto", "GPUs of one node; auto is what this machine shows")
+    timeout_s: Positive = key(1800.0, "a collective that takes longer ends the run")
+
+
+@section
+class Config:
+    """A whole run."""
+
+    gpus: Count | Auto = key("auto", "ranks in all; auto is the GPUs visible here (CPU: 1)")
+    device: Literal["auto", "cuda", "cpu"] = key("auto", "auto takes the CPU only where no GPU driver is present")
+    cpu_threads: Count | Auto = key("auto", "threads of one rank; auto divides the machine's cores by its ranks")
+    seed: int = key(0, "seed of data order, adapters and dropout")
+    dry_run: bool = key(False, "print what would be run and stop")
+    run: Run = field(default_factory=Run)
+    batch: Batch = field(default_factory=Batch)
+    model: Model = field(default_factory=Model)
+    adapter: Adapter = field(default_factory=Adapter)
+    strategy: Strategy = field(default_factory=Strategy)
+    precision: Precision = field(default_factory=Precision)
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    schedule: Schedule = field(default_factory=Schedule)
+    data: Data = field(default_factory=Data)
+    eval: Eval = field(default_factory=Eval)
+    train: Train = field(default_factory=Train)
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    tracker: Tracker = field(default_factory=Tracker)
+    cluster: Cluster = field(default_factory=Cluster)

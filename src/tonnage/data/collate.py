@@ -1,0 +1,69 @@
+"""Rows to the tensors of one micro-batch.
+
+Shapes: B rows, T tokens of the longest row, N label tokens of the micro-batch.
+
+Padding is on the right and no attention mask is made: under a causal mask no real token sees what follows it, and
+padding counts its own positions from 0, so it is a segment of its own beside packed ones. (In transformers 5.24,
+samples of a packed row are isolated by positions only where attention_mask is None and use_cache is False.)
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+
+@dataclass
+class MicroBatch:
+    """One forward. `label_index_N` points into the flattened [B*T] positions whose next token is learnt."""
+
+    input_ids_BT: torch.Tensor
+    position_ids_BT: torch.Tensor
+    label_index_N: torch.Tensor
+    targets_N: torch.Tensor
+    num_input_tokens: int
+    num_label_tokens: int
+
+    def to(self, device: torch.device) -> "MicroBatch":
+        """The same on `device`."""
+        moved = [tensor.to(device, non_blocking=True) for tensor in
+                 (self.input_ids_BT, self.position_ids_BT, self.label_index_N, self.targets_N)]
+        return MicroBatch(*moved, self.num_input_tokens, self.num_label_tokens)
+
+
+def collate(rows: Sequence, pad_token: int, flat: bool = False) -> MicroBatch:
+    """A micro-batch of `rows` (`tokens`, `labels`, `positions`, each int[t]).
+
+    An empty list gives a dummy row without labels, weight zero: a rank without rows runs it so that collectives stay
+    in step. `flat` lays all rows end to end in one row without padding (attention kernels that take their sequence
+    borders from positions, such as flash attention).
+    """
+    if not rows:
+        zeros = np.zeros(2, np.int64)
+        batch = _tensors(zeros[None], np.arange(2)[None], np.full((1, 2), -100))
+        return MicroBatch(*batch, num_input_tokens=0, num_label_tokens=0)
+    num_tokens = sum(len(row.tokens) for row in rows)
+    if flat:
+        ids, positions, labels = (np.concatenate([getattr(row, name) for row in rows]).astype(np.int64)[None]
+                                  for name in ("tokens", "positions", "labels"))
+    else:
+        longest = max(len(row.tokens) for row in rows)
+        ids = np.full((len(rows), longest), pad_token, np.int64)
+        labels = np.full((len(rows), longest), -100, np.int64)
+        positions = np.zeros((len(rows), longest), np.int64)
+        for i, row in enumerate(rows):
+            size = len(row.tokens)
+            ids[i, :size], labels[i, :size], positions[i, :size] = row.tokens, row.labels, row.positions
+            positions[i, size:] = np.arange(longest - size)
+    batch = _tensors(ids, positions, labels)
+    return MicroBatch(*batch, num_input_tokens=num_tokens, num_label_tokens=len(batch[-1]))
+
+
+def _tensors(ids_BT, positions_BT, labels_BT):
+    # the label of a position is the next token of its row; a row's first label has no position before it
+    next_BT = np.full_like(labels_BT, -100)
+    next_BT[:, :-1] = labels_BT[:, 1:]
+    flat = next_BT.reshape(-1)
+    index = np.flatnonzero(flat != -100)
+    return tuple(torch.from_numpy(array) for array in (ids_BT, positions_BT, index, flat[index]))

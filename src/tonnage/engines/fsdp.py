@@ -1,0 +1,162 @@
+"""PyTorch's FSDP2: fsdp, hsdp and ddp, one process too, as three meshes of one engine.
+
+fsdp shards over all ranks; hsdp over groups, replicated across groups; ddp is hsdp with groups of one, its frozen
+weights left alone. Source: https://docs.pytorch.org/docs/2.13/distributed.fsdp.fully_shard.html
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from tonnage.engines.base import Parts, StepOutcome, materialise
+from tonnage.models.build import DTYPES, decoder_layers
+
+INITIAL_LOSS_SCALE = 2.0**16
+GROW_AFTER_STEPS = 2000
+
+
+class FsdpEngine:
+    """See `engines.base.Engine`.
+
+    Args:
+        shard_gpus: ranks that share one copy of the weights; the others hold replicas.
+    """
+
+    def __init__(self, *, shard_gpus: int, precision: str, offload: bool, reshard_after_forward: bool,
+                 clip_norm: float | None, compile_layers: bool, device: torch.device):
+        self.shard_gpus, self.precision, self.offload, self.device = shard_gpus, precision, offload, device
+        self.reshard_after_forward, self.clip_norm, self.compile_layers = reshard_after_forward, clip_norm, compile_layers
+        self.replicas = dist.get_world_size() // shard_gpus
+        self.loss_scale = INITIAL_LOSS_SCALE if precision == "fp16" else 1.0
+        self.finite_steps = 0
+
+    def prepare(self, parts: Parts) -> None:
+        with torch.device("meta"):
+            model = parts.build(torch.float32)
+        if self.compile_layers:
+            for layer in decoder_layers(model):
+                layer.compile()
+        self._shard(model)
+        home = torch.device("cpu") if self.offload else self.device
+        parts.load(model, home)
+        materialise(model, home)
+        self.model = model
+        parts.start(model, self)
+        self.optimizer = parts.optimizer(model, "torchao")
+
+    def _shard(self, model):
+        """fully_shard each decoder layer, an untied embedding, then the rest."""
+        mesh = (init_device_mesh(self.device.type, (self.shard_gpus,)) if self.replicas == 1 else
+                init_device_mesh(self.device.type, (self.replicas, self.shard_gpus),
+                                 mesh_dim_names=("replicate", "shard")))
+        options = {"mesh": mesh}
+        if self.precision != "fp32":
+            options["mp_policy"] = MixedPrecisionPolicy(param_dtype=DTYPES[self.precision], reduce_dtype=torch.float32)
+        if self.offload:
+            options["offload_policy"] = CPUOffloadPolicy()
+        if self.shard_gpus == 1:
+            # replicated anyway: nothing to gather for weights that no gradient changes
+            options["ignored_params"] = {p for p in model.parameters() if not p.requires_grad}
+        for layer in decoder_layers(model):
+            fully_shard(layer, reshard_after_forward=self.reshard_after_forward, **options)
+        embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+        if head is not None and embedding.weight is not head.weight:
+            fully_shard(embedding, reshard_after_forward=self.reshard_after_forward, **options)
+        fully_shard(model, **options)
+
+    def forward(self, **inputs) -> Any:
+        return self.model(**inputs)
+
+    def backward(self, loss: torch.Tensor, last: bool) -> None:
+        if self.replicas > 1:
+            # shards are reduced every time, so that no rank holds a whole gradient; replicas once a window
+            self.model.set_requires_all_reduce(last)
+        (loss * self.loss_scale).backward()
+
+    def step(self, learning_rate: float) -> StepOutcome:
+        gradients = [p.grad for _, p in self.trained() if p.grad is not None]
+        norm = _total_norm(gradients) / self.loss_scale
+        finite = bool(torch.isfinite(norm))
+        if finite:
+            scale = 1.0 / self.loss_scale
+            if self.clip_norm is not None:
+                scale *= min(1.0, self.clip_norm / (float(norm) + 1e-6))
+            if scale != 1.0:
+                torch._foreach_mul_(gradients, scale)
+            for group in self.optimizer.param_groups:
+                group["lr"] = learning_rate
+            self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        if self.precision == "fp16":
+            self._adapt_loss_scale(finite)
+        return StepOutcome(float(norm), finite)
+
+    def _adapt_loss_scale(self, finite):
+        """Halve on overflow, double after many good steps. Source: https://arxiv.org/abs/1710.03740, section 3.2."""
+        self.finite_steps = self.finite_steps + 1 if finite else 0
+        if not finite:
+            self.loss_scale = max(1.0, self.loss_scale / 2)
+        elif self.finite_steps % GROW_AFTER_STEPS == 0:
+            self.loss_scale *= 2
+
+    def discard(self) -> None:
+        self.model.reset_iter_state()
+        self.optimizer.zero_grad(set_to_none=True)
+        # torch 2.13: reset_iter_state keeps gradients that were summed and not yet reduced
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                for group in module._get_fsdp_state()._fsdp_param_groups:
+                    group._partial_reduce_output = None
+                    for parameter in group.fsdp_params:
+                        parameter.unsharded_accumulated_grad = None
+                        if (unsharded := getattr(parameter, "_unsharded_param", None)) is not None:
+                            unsharded.grad = None
+
+    def trained(self) -> Iterator[tuple[str, nn.Parameter]]:
+        return ((name, p) for name, p in self.model.named_parameters() if p.requires_grad)
+
+    def whole(self, parameter: nn.Parameter) -> torch.Tensor:
+        return _whole(parameter.detach())
+
+    def fill(self, parameter: nn.Parameter, tensor: torch.Tensor) -> None:
+        with torch.no_grad():
+            parameter.copy_(_part(tensor, parameter))
+
+    def whole_states(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
+        states = self.optimizer.state.get(parameter, {})
+        return {name: _whole(value).float() for name, value in states.items()
+                if torch.is_tensor(value) and value.shape == parameter.shape}
+
+    def fill_states(self, parameter: nn.Parameter, states: dict[str, torch.Tensor], num_steps: int) -> None:
+        own = self.optimizer.state[parameter]
+        for name, tensor in states.items():
+            own[name] = torch.zeros_like(parameter)
+            own[name].copy_(_part(tensor, parameter))
+        if "exp_avg" in states:
+            own["step"] = torch.tensor(float(num_steps), device=parameter.device)
+
+    def close(self) -> None:
+        del self.model, self.optimizer
+
+
+def _total_norm(gradients):
+    norm = torch.nn.utils.get_total_norm(gradients)
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
+def _whole(tensor):
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _part(tensor, like):
+    """This rank's part of `tensor` as a DTensor like `like`; every rank has the whole, so nothing is sent."""
+    tensor = tensor.to(like.device, like.dtype)
+    if not isinstance(like, DTensor):
+        return tensor
+    return distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=None)

@@ -1,0 +1,149 @@
+"""A model without its weights: the class transformers has for it, with adapters, on whatever device is current.
+
+Building and loading are apart because engines differ in between: FSDP shards the empty model, ZeRO-3 partitions it
+while it is built (https://deepspeed.readthedocs.io/en/latest/zero3.html#constructing-massive-models).
+"""
+
+import math
+
+import torch
+from torch import nn
+
+from tonnage.config.schema import Adapter, Model
+from tonnage.errors import ConfigError, ModelError
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
+ATTENTION = {"sdpa": "sdpa", "flash": "flash_attention_2", "eager": "eager", "flex": "flex_attention"}
+
+
+def build_model(folder: str, model: Model, adapter: Adapter, attention: str, frozen_dtype: torch.dtype,
+                trained_dtype: torch.dtype) -> nn.Module:
+    """The model of `folder`'s config.json, empty, with its adapter; what is not trained does not require gradients.
+
+    Call it under `torch.device("meta")` or an engine's own context. Frozen parameters are `frozen_dtype` but for
+    those that the model class keeps in fp32; trained ones `trained_dtype`.
+
+    Raises:
+        ModelError: config.json is missing or of an unknown class.
+        ConfigError: adapter targets that match nothing.
+    """
+    from transformers import AutoModelForCausalLM
+    from transformers.initialization import no_init_weights
+
+    config = read_config(folder, model.trust_remote_code)
+    dtype = trained_dtype if adapter.name == "full" else frozen_dtype
+    with no_init_weights():
+        built = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=ATTENTION[attention],
+                                                 trust_remote_code=model.trust_remote_code)
+    if adapter.name != "full":
+        # from_pretrained does this, from_config does not
+        for name, parameter in built.named_parameters():
+            if any(word in name for word in built._get_dtype_plan(dtype)):
+                parameter.data = parameter.data.float()
+        built = add_adapter(built, adapter, trains_embeddings=bool(model.new_tokens), dtype=trained_dtype)
+    if model.activation_checkpointing == "full":
+        # reentrant checkpointing needs an input that requires grad, and reduces twice under ZeRO-2
+        built.gradient_checkpointing_enable({"use_reentrant": False})
+    return built.train()
+
+
+def read_config(folder: str, trust_remote_code: bool = False):
+    """transformers' configuration object of `folder`."""
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(f"model.path={folder}: {str(error).strip().splitlines()[0]}") from error
+    if config.get_text_config().__dict__.get("num_experts") or config.get_text_config().__dict__.get("n_routed_experts"):
+        config._experts_implementation = "grouped_mm"
+    return config
+
+
+def add_adapter(model: nn.Module, adapter: Adapter, trains_embeddings: bool, dtype: torch.dtype) -> nn.Module:
+    """`model` with a peft adapter on its targets; embeddings and head are trained too where tokens are new."""
+    from peft import LoraConfig, get_peft_model
+
+    saved = None
+    if trains_embeddings:
+        saved = [name for name, module in model.named_modules()
+                 if module in (model.get_input_embeddings(), model.get_output_embeddings())]
+    peft_config = LoraConfig(
+        r=adapter.rank, lora_alpha=adapter.alpha, lora_dropout=adapter.dropout, bias="none", task_type="CAUSAL_LM",
+        use_dora=adapter.name == "dora", use_rslora=adapter.name == "rslora",
+        target_modules=adapter_targets(model, adapter.targets), modules_to_save=saved, ensure_weight_tying=bool(saved))
+    wrapped = get_peft_model(model, peft_config, autocast_adapter_dtype=False)
+    for parameter in wrapped.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.to(dtype)
+    return wrapped
+
+
+def decoder_layers(model: nn.Module) -> nn.ModuleList:
+    """The list of decoder layers, found by structure: the longest ModuleList."""
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    return max(lists, key=len)
+
+
+def adapter_targets(model: nn.Module, wanted: list[str]) -> list[str]:
+    """Full names of the linear layers to adapt.
+
+    `all-linear` is every linear layer of the decoder but routers (a linear beside `experts`, which would change what
+    each expert sees). A name matches the end of module names.
+
+    Raises:
+        ConfigError: a name that matches no linear layer.
+    """
+    layers = decoder_layers(model)
+    prefix = next(name for name, module in model.named_modules() if module is layers)
+    routers = {id(child) for parent in model.modules() if hasattr(parent, "experts")
+               for child in parent.children() if child is not parent.experts and isinstance(child, nn.Linear)}
+    linears = {f"{prefix}.{name}": module for name, module in layers.named_modules() if isinstance(module, nn.Linear)}
+    chosen = []
+    for word in wanted:
+        if word == "all-linear":
+            found = [name for name, module in linears.items() if id(module) not in routers]
+        else:
+            found = [name for name in linears if name == word or name.endswith("." + word)]
+        if not found:
+            endings = sorted({name.rsplit(".", 1)[-1] for name in linears})
+            raise ConfigError(f"adapter.targets={word}: matches no linear layer of the decoder; there are "
+                              f"{', '.join(endings)}")
+        chosen += found
+    return sorted(set(chosen))
+
+
+def count_by_kind(model: nn.Module) -> dict[str, tuple[int, int]]:
+    """Parameters (trained, frozen) per kind: embedding, attention, mlp, experts, router, norm, head, adapter.
+
+    Sizes are those of the whole model, also where an engine holds a part of it.
+    """
+    counts = {}
+    head = model.get_output_embeddings()
+    embedding = model.get_input_embeddings()
+    special = {id(p): kind for module, kind in ((head, "head"), (embedding, "embedding")) if module is not None
+               for p in module.parameters()}
+    for name, parameter in model.named_parameters():
+        kind = special.get(id(parameter)) or _kind(name)
+        trained, frozen = counts.get(kind, (0, 0))
+        size = full_numel(parameter)
+        counts[kind] = (trained + size, frozen) if parameter.requires_grad else (trained, frozen + size)
+    return counts
+
+
+def _kind(name):
+    for kind, words in (("adapter", ("lora_",)), ("router", (".gate.", ".router.")), ("experts", (".experts",)),
+                        ("norm", ("norm",)), ("attention", ("attn",)), ("mlp", ("mlp", "feed_forward"))):
+        if any(word in name for word in words):
+            return kind
+    return "other"
+
+
+def full_shape(parameter: nn.Parameter) -> torch.Size:
+    """Shape of the whole parameter, also of one that ZeRO-3 has partitioned."""
+    return getattr(parameter, "ds_shape", parameter.shape)
+
+
+def full_numel(parameter: nn.Parameter) -> int:
+    """Elements of the whole parameter."""
+    return math.prod(full_shape(parameter))

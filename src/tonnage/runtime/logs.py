@@ -1,0 +1,52 @@
+"""Logging: our own lines on the console of rank 0, everything of every library in logs/rank-N.log."""
+
+import logging
+import os
+import sys
+import warnings
+from pathlib import Path
+
+LOG = logging.getLogger("tonnage")
+NOISY = ("DeepSpeed", "transformers", "peft", "datasets", "bitsandbytes", "torch", "torchao", "huggingface_hub",
+         "accelerate", "httpx", "filelock")
+
+
+def quiet_libraries() -> None:
+    """Keep libraries off the console; call before they are imported."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+    os.environ.setdefault("DEEPSPEED_LOG_LEVEL", "error")
+    os.environ.setdefault("BITSANDBYTES_NOWELCOME", "1")
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    logging.captureWarnings(True)
+    warnings.simplefilter("default")
+    LOG.setLevel(logging.INFO)
+    LOG.propagate = False
+    if not LOG.handlers:
+        LOG.addHandler(_console())
+    for name in ("py.warnings", *NOISY):
+        logger = logging.getLogger(name)
+        logger.addHandler(logging.NullHandler())
+        logger.propagate = False
+
+
+def log_to_folder(folder: Path, rank: int) -> None:
+    """From now on write everything to logs/rank-N.log; ranks other than 0 leave the console alone."""
+    file = logging.FileHandler(folder / "logs" / f"rank-{rank}.log")
+    file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    for handler in list(LOG.handlers):
+        if rank != 0:
+            LOG.removeHandler(handler)
+    LOG.addHandler(file)
+    logging.getLogger().addHandler(file)
+    for name in ("py.warnings", *NOISY):
+        logger = logging.getLogger(name)
+        logger.handlers = [file]
+        logger.propagate = False
+
+
+def _console():
+    handler = logging.StreamHandler(sys.stdout)
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    return handler

@@ -1,0 +1,205 @@
+"""Which rank this process is, whoever started it, and starting ranks where nobody did.
+
+torchrun, deepspeed and our own launcher all speak through RANK, WORLD_SIZE, LOCAL_RANK and MASTER_*
+(https://docs.pytorch.org/docs/2.13/elastic/run.html#environment-variables).
+"""
+
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from tonnage.errors import ConfigError
+
+LAUNCHER_VARIABLE = "TONNAGE_LAUNCHER"
+RUN_VARIABLE = "TONNAGE_RUN_FOLDER"
+KILL_AFTER_S = 30.0
+PREPARATION_LIMIT = timedelta(days=7)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where this process stands. `launcher` is none, torchrun, deepspeed or tonnage (our own)."""
+
+    launcher: str
+    rank: int
+    world_size: int
+    local_rank: int
+    local_size: int
+
+
+def current_place() -> Place:
+    """Read the environment."""
+    env = os.environ
+    if "RANK" not in env or "WORLD_SIZE" not in env:
+        return Place("none", 0, 1, 0, 1)
+    if LAUNCHER_VARIABLE in env:
+        launcher = "tonnage"
+    elif "TORCHELASTIC_RUN_ID" in env:
+        launcher = "torchrun"
+    else:
+        launcher = "deepspeed"
+    world_size = int(env["WORLD_SIZE"])
+    local_size = int(env.get("LOCAL_WORLD_SIZE", env.get("LOCAL_SIZE", world_size)))
+    return Place(launcher, int(env["RANK"]), world_size, int(env.get("LOCAL_RANK", 0)), local_size)
+
+
+def started_by_deepspeed() -> bool:
+    """Whether the deepspeed launcher is at the beginning of this process, directly or through our own."""
+    return os.environ.get(LAUNCHER_VARIABLE, "") == "deepspeed" or current_place().launcher == "deepspeed"
+
+
+def driver_present() -> bool:
+    """Whether this machine has an NVIDIA or AMD driver, whatever torch thinks of it."""
+    return any(Path(path).exists() for path in ("/proc/driver/nvidia/version", "/dev/nvidiactl", "/dev/kfd"))
+
+
+def resolve_device(wanted: str) -> str:
+    """`cuda` or `cpu`.
+
+    Raises:
+        ConfigError: a GPU is asked for, or there is a driver, and torch sees no GPU.
+    """
+    if wanted == "cpu":
+        return "cpu"
+    if torch.cuda.is_available():
+        return "cuda"
+    if driver_present():
+        raise ConfigError(f"device={wanted}: a GPU driver is present, but torch {torch.__version__} sees no GPU "
+                          f"(CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', 'not set')}); install a "
+                          f"torch build for this driver, or set device=cpu")
+    if wanted == "cuda":
+        raise ConfigError("device=cuda: this machine has no GPU driver; set device=cpu or auto")
+    return "cpu"
+
+
+def resolve_gpus(wanted: int | str, device: str, place: Place) -> int:
+    """Ranks of the run: as asked, else as started, else the visible GPUs (CPU: one)."""
+    if wanted != "auto":
+        return wanted
+    if place.world_size > 1:
+        return place.world_size
+    return torch.cuda.device_count() if device == "cuda" else 1
+
+
+def settle(place: Place, gpus: int, device: str) -> str:
+    """What this process does: `run` as a rank, `start` the ranks, or step `aside` because others are enough.
+
+    Raises:
+        ConfigError: fewer ranks were started, or fewer GPUs are visible, than asked for.
+    """
+    if place.world_size == gpus:
+        return "run"
+    if place.world_size > gpus and place.launcher != "none":
+        if place.local_size != place.world_size:
+            raise ConfigError(f"gpus={gpus}: {place.launcher} started {place.world_size} ranks on several nodes; "
+                              f"set gpus={place.world_size} or start fewer")
+        return "run" if place.rank < gpus else "aside"
+    if place.launcher == "none" or (place.world_size == 1 and device == "cpu"):
+        visible = torch.cuda.device_count() if device == "cuda" else gpus
+        if visible < gpus:
+            raise ConfigError(f"gpus={gpus}: {visible} GPUs are visible here; set gpus={visible}, or start more nodes "
+                              f"with torchrun")
+        return "start"
+    flag = "--nproc-per-node" if place.launcher == "torchrun" else "--num_gpus"
+    raise ConfigError(f"gpus={gpus}: {place.launcher} started {place.world_size} ranks; start it with {flag} {gpus}, "
+                      f"or set gpus={place.world_size}")
+
+
+def join(place: Place, gpus: int, device: str, timeout_s: float, cpu_threads: int | str) -> None:
+    """Make this process a rank of the group of `gpus` ranks, with its device and its share of the cores."""
+    local_ranks = min(place.local_size, gpus)
+    threads = max(1, (os.cpu_count() or 1) // local_ranks) if cpu_threads == "auto" else cpu_threads
+    torch.set_num_threads(threads)
+    os.environ["WORLD_SIZE"] = str(gpus)
+    backend = "gloo"
+    if device == "cuda":
+        # a scheduler may show each task one GPU only: the index is not the local rank then
+        torch.cuda.set_device(place.local_rank % torch.cuda.device_count())
+        backend = "cpu:gloo,cuda:nccl"
+    if place.launcher == "none":
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1,
+                                timeout=timedelta(seconds=timeout_s))
+    else:
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+
+
+def preparation_group() -> dist.ProcessGroup:
+    """A CPU group for what one rank does while the others wait: it does not time out (7 days)."""
+    return dist.new_group(backend="gloo", timeout=PREPARATION_LIMIT)
+
+
+def die_with_parent() -> None:
+    """Have the kernel kill this process when the launcher that started it dies (Linux)."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+
+
+def start_ranks(script: str, argv: list[str], gpus: int, run_folder: Path) -> int:
+    """Run `script argv` as `gpus` ranks on this machine until all have ended; returns the exit code of the run.
+
+    Rank 0 keeps the console; the others write to logs/ of the run folder. The first rank that fails ends the rest.
+    SIGINT and SIGTERM are passed on once to every rank.
+    """
+    # the store lives here, so that its port cannot be taken between choosing and using it
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    ranks = [_start_rank(script, argv, rank, gpus, store.port, run_folder) for rank in range(gpus)]
+    signals = []
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda received, _: signals.append(received))
+    try:
+        return _watch(ranks, signals)
+    finally:
+        for process in ranks:
+            if process.poll() is None:
+                process.kill()
+
+
+def _start_rank(script, argv, rank, gpus, port, run_folder):
+    env = os.environ | {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(gpus),
+                        "LOCAL_WORLD_SIZE": str(gpus), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+                        "TORCHELASTIC_USE_AGENT_STORE": "True", RUN_VARIABLE: str(run_folder),
+                        LAUNCHER_VARIABLE: "deepspeed" if started_by_deepspeed() else "own"}
+    if sys.platform == "linux":
+        env.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    env.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    env.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // gpus)))
+    output = None if rank == 0 else open(run_folder / "logs" / f"rank-{rank}.out", "ab")
+    return subprocess.Popen([sys.executable, script, *argv], env=env, stdout=output, stderr=output,
+                            stdin=subprocess.DEVNULL, start_new_session=True)
+
+
+def _watch(ranks, signals):
+    """Wait for the ranks; when one fails, give the others a moment to end by themselves, then stop them."""
+    deadline, code = None, 0
+    while any(process.poll() is None for process in ranks):
+        while signals:
+            received = signals.pop(0)
+            for process in ranks:
+                if process.poll() is None:
+                    process.send_signal(received)
+        failed = [process.returncode for process in ranks if process.returncode]
+        if failed and deadline is None:
+            code, deadline = failed[0], time.monotonic() + (3.0 if failed[0] > 0 else 0.0)
+        if deadline is not None and time.monotonic() > deadline:
+            for process in ranks:
+                if process.poll() is None:
+                    process.kill()
+        time.sleep(0.05)
+    codes = [process.returncode for process in ranks]
+    if code == 0:
+        code = next((value for value in codes if value), 0)
+    return code if code >= 0 else 128 - code
+
+
+def node_name() -> str:
+    """This machine's name, for logs."""
+    return socket.gethostname()

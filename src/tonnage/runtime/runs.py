@@ -1,0 +1,119 @@
+"""The run folder: one per run, whatever the number of ranks, and the single place that says what happened.
+
+    config.yaml      written once, never changed
+    attempts/NNN.yaml  one per start: what was changed, where it ran, how the batch was cut
+    status.json      running, stopped, failed or done; the step; what to do next
+    metrics.jsonl    one line a step
+    checkpoints/     step-00000100/ and so on
+    logs/            one file a rank
+"""
+
+import fcntl
+import json
+import os
+import secrets
+from datetime import UTC, datetime
+from pathlib import Path
+
+import yaml
+
+from tonnage.errors import ConfigError
+
+REDACTED = "<not written>"
+SECRET_WORDS = ("token", "secret", "password", "api_key", "apikey")
+
+
+def create_run(root: str, name: str | None, label: str, config: dict) -> Path:
+    """Make a new run folder with its config.yaml.
+
+    Args:
+        label: <model>-<adapter>, for runs without a name.
+
+    Raises:
+        ConfigError: a run of that name exists.
+    """
+    folder = Path(root) / (name or f"{label}-{now():%Y%m%d-%H%M%S}-{secrets.token_hex(2)}")
+    try:
+        folder.mkdir(parents=True)
+    except FileExistsError as error:
+        raise ConfigError(f"run.name={name}: {folder} exists; go on with it by run={folder}, or choose another "
+                          f"name") from error
+    except OSError as error:
+        raise ConfigError(f"run.root={root}: cannot make {folder}: {error.strerror}") from error
+    for part in ("attempts", "checkpoints", "logs"):
+        (folder / part).mkdir()
+    _write_new(folder / "config.yaml", yaml.safe_dump(redacted(config), sort_keys=False))
+    return folder.resolve()
+
+
+def read_config(folder: Path) -> dict:
+    """config.yaml of a run.
+
+    Raises:
+        ConfigError: the folder is not a run.
+    """
+    file = folder / "config.yaml"
+    if not file.is_file():
+        raise ConfigError(f"run={folder}: no config.yaml there; a run folder is what launch/train.py made under "
+                          f"run.root")
+    return yaml.safe_load(file.read_text())
+
+
+def add_attempt(folder: Path, facts: dict) -> int:
+    """Write attempts/NNN.yaml with the next number, which is returned."""
+    number = 1 + max((int(file.stem) for file in (folder / "attempts").glob("*.yaml")), default=0)
+    _write_new(folder / "attempts" / f"{number:03d}.yaml", yaml.safe_dump(redacted(facts), sort_keys=False))
+    return number
+
+
+def write_status(folder: Path, state: str, message: str, **facts) -> None:
+    """Replace status.json, atomically. `state`: running, stopped, failed or done."""
+    status = {"state": state, "message": message, "time": f"{now():%Y-%m-%dT%H:%M:%SZ}", "pid": os.getpid(), **facts}
+    temporary = folder / f".status.{os.getpid()}"
+    temporary.write_text(json.dumps(status, indent=1) + "\n")
+    temporary.replace(folder / "status.json")
+
+
+def read_status(folder: Path) -> dict:
+    """status.json, or an empty dict before the first start."""
+    file = folder / "status.json"
+    return json.loads(file.read_text()) if file.is_file() else {}
+
+
+def lock_run(folder: Path):
+    """Hold the run for this process; the kernel lets go when it dies, however it dies. Keep what is returned.
+
+    Raises:
+        ConfigError: another process holds it.
+    """
+    handle = open(folder / ".lock", "w")
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        raise ConfigError(f"run={folder}: another process is running it ({read_status(folder).get('pid', 'unknown')}"
+                          f"); wait for it or stop it") from error
+    return handle
+
+
+def now() -> datetime:
+    """UTC."""
+    return datetime.now(UTC)
+
+
+def redacted(value, name: str = ""):
+    """`value` without tokens and keys: nothing secret is written into a run folder."""
+    if isinstance(value, dict):
+        return {key: redacted(item, str(key)) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [redacted(item, name) for item in value]
+    if isinstance(value, str) and any(word == name.lower() or name.lower().endswith("_" + word)
+                                      for word in SECRET_WORDS):
+        return REDACTED
+    return value
+
+
+def _write_new(file, text):
+    with open(file, "x") as handle:
+        handle.write(text)
+        handle.flush()
+        os.fsync(handle.fileno())

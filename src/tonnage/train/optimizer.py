@@ -1,0 +1,46 @@
+"""The optimizer over an engine's parameters, with weight decay where it belongs."""
+
+import torch
+from torch import nn
+
+from tonnage.config.schema import Optimizer
+from tonnage.errors import ConfigError
+
+
+def parameter_groups(model: nn.Module, optimizer: Optimizer) -> list[dict]:
+    """Trained parameters in two groups: with weight decay, and norms, biases and embeddings without.
+
+    `decay_all=true` puts everything in the first. Groups are never empty.
+    """
+    embeddings = {id(parameter) for parameter in model.get_input_embeddings().parameters()}
+    decayed, plain = [], []
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            exempt = parameter.ndim < 2 or id(parameter) in embeddings or name.endswith(".bias") or "norm" in name
+            (plain if exempt and not optimizer.decay_all else decayed).append(parameter)
+    groups = [{"params": decayed, "weight_decay": optimizer.weight_decay}, {"params": plain, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]
+
+
+def build_optimizer(model: nn.Module, optimizer: Optimizer, eight_bit: str = "torchao") -> torch.optim.Optimizer:
+    """The torch optimizer of `optimizer` over `model`'s trained parameters.
+
+    Args:
+        eight_bit: library of the 8-bit AdamW: bitsandbytes, or torchao where parameters are DTensors.
+    """
+    groups = parameter_groups(model, optimizer)
+    # the loop sets the rate before each step; some libraries step once on zero gradients while they set up
+    common = {"lr": 0.0, "betas": optimizer.betas, "eps": optimizer.eps}
+    if optimizer.name == "sgd":
+        return torch.optim.SGD(groups, lr=0.0, momentum=optimizer.momentum)
+    if optimizer.name == "adamw":
+        return torch.optim.AdamW(groups, **common, fused=True)
+    try:
+        if eight_bit == "bitsandbytes":
+            from bitsandbytes.optim import AdamW8bit
+        else:
+            from torchao.optim import AdamW8bit
+    except ImportError as error:
+        raise ConfigError(f"optimizer=adamw8bit: {eight_bit} cannot be imported ({error}); install it or use "
+                          f"optimizer=adamw") from error
+    return AdamW8bit(groups, **common)
