@@ -112,6 +112,23 @@ def test_earlier_turns_that_the_template_rewrites():
                                          "<think>\n\n</think>\n\nok<|im_end|>")
 
 
+def test_rewritten_earlier_turns_where_the_generation_prompt_opens_a_think_block():
+    template = toy.THINKING.replace("assistant\n' }}{% endif %}", "assistant\n<think>\n' }}{% endif %}")
+    sample, encoder = encode(toy.byte_level(template), Chat(toy.chat("a", "<think>\nx\n</think>\n\nyes", "b",
+                                                                     "<think>\ny\n</think>\n\nok")))
+    assert labels(encoder.tokenizer, sample) == "yes<|im_end|>y\n</think>\n\nok<|im_end|>"
+    drops = template.replace("and not loop.last", "")  # of the last answer too
+    sample, _ = encode(toy.byte_level(drops), Chat(toy.chat("a", "<think>\nx\n</think>\n\nyes")))
+    assert labels(encoder.tokenizer, sample) == "yes<|im_end|>"
+
+
+def test_a_template_without_the_last_answer_is_refused():
+    for template in (toy.CHATML, toy.CHATML_MARKED):
+        silent = template.replace("m['content'] + '<|im_end|>'", "'<|im_end|>'")
+        with pytest.raises(DataError, match="it leaves out the last answer"):
+            encode(toy.byte_level(silent), Chat(toy.chat("a", "yes")))
+
+
 def test_an_earlier_answer_that_the_template_leaves_out_is_not_trained_and_noted():
     template = toy.CHATML.replace("+ m['content'] +", "+ (m['content'] if m['role'] == 'user' or loop.last else '') +")
     sample, encoder = encode(toy.byte_level(template), Chat(toy.chat("a", "yes", "b", "ok")))
@@ -129,7 +146,7 @@ def test_terminators_that_depend_on_what_follows():
 
 
 def test_an_opened_think_in_the_generation_prompt_only_is_noted():
-    template = toy.CHATML.replace("'<|im_start|>assistant\n' }}{% endif", "'<|im_start|>assistant\n<think>\n' }}{% endif")
+    template = toy.CHATML.replace("assistant\n' }}{% endif", "assistant\n<think>\n' }}{% endif")
     sample, encoder = encode(toy.byte_level(template), Chat(toy.chat("a", "yes")))
     assert labels(encoder.tokenizer, sample) == "yes<|im_end|>" and "generation prompt" in encoder.notes[0]
 
@@ -179,8 +196,8 @@ def test_one_bos_with_auto_bos_and_a_template_that_renders_it():
 def test_system_message_is_added_only_where_there_is_none():
     tokenizer = toy.byte_level()
     added, _ = encode(tokenizer, Chat(toy.chat("cat", "sat")), system="the mat")
-    assert decode_marked(tokenizer, added) == ("<|im_start|>system\nthe mat<|im_end|>\n<|im_start|>user\ncat<|im_end|>\n"
-                                               "<|im_start|>assistant\n⟦sat<|im_end|>⟧\n")
+    assert decode_marked(tokenizer, added) == ("<|im_start|>system\nthe mat<|im_end|>\n"
+                                               "<|im_start|>user\ncat<|im_end|>\n<|im_start|>assistant\n⟦sat<|im_end|>⟧\n")
     own, _ = encode(tokenizer, Chat([{"role": "system", "content": ""}, *toy.chat("cat", "sat")]), system="the mat")
     assert decode_marked(tokenizer, own).startswith("<|im_start|>system\n<|im_end|>\n<|im_start|>user")
 

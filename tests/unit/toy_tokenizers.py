@@ -18,7 +18,8 @@ CHATML_NO_PROMPT = CHATML.split("{% if add_generation_prompt %}")[0]
 GEMMA = ("{{ bos_token }}{% for m in messages %}{% set role = 'model' if m['role'] == 'assistant' else m['role'] %}"
          "{{ '<start_of_turn>' + role + '\n' + m['content'] | trim + '<end_of_turn>\n' }}{% endfor %}"
          "{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}")
-MISTRAL = ("{{ bos_token }}{% for m in messages %}{% if m['role'] == 'user' %}{{ '[INST] ' + m['content'] + ' [/INST]' }}"
+MISTRAL = ("{{ bos_token }}{% for m in messages %}"
+           "{% if m['role'] == 'user' %}{{ '[INST] ' + m['content'] + ' [/INST]' }}"
            "{% elif m['role'] == 'assistant' %}{{ ' ' + m['content'] + eos_token }}"
            "{% else %}{{ raise_exception('Only user and assistant roles!') }}{% endif %}{% endfor %}")
 # Thinking is kept in the last answer only, so a shorter conversation is no prefix of a longer one.
@@ -37,15 +38,17 @@ HARMONY = ("{% for m in messages %}{{ '<|start|>' + m['role'] + '<|message|>' + 
 PHI = ("{% for m in messages %}{{ '<|' + m['role'] + '|>\n' + m['content'] + '<|end|>\n' }}{% endfor %}"
        "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% else %}{{ eos_token }}{% endif %}")
 # The system message is moved into the last user turn, as in Mistral v3: no prefix holds.
-MOVED_SYSTEM = ("{{ bos_token }}{% for m in messages if m['role'] != 'system' %}{% if m['role'] == 'user' %}{{ '[INST] ' }}"
+MOVED_SYSTEM = ("{{ bos_token }}{% for m in messages if m['role'] != 'system' %}"
+                "{% if m['role'] == 'user' %}{{ '[INST] ' }}"
                 "{% if messages[0]['role'] == 'system' and (loop.last or loop.index0 + 2 == loop.length) %}"
                 "{{ messages[0]['content'] + '\n' }}{% endif %}{{ m['content'] + ' [/INST]' }}"
                 "{% else %}{{ ' ' + m['content'] + eos_token }}{% endif %}{% endfor %}")
 NO_STOP = ("{% for m in messages %}{{ m['role'] + ':\n' + m['content'] }}{% if not loop.last %}{{ '\n' }}{% endif %}"
            "{% endfor %}{% if add_generation_prompt %}{{ '\nassistant:\n' }}{% endif %}")
-SPECIAL = ["<|im_start|>", "<|im_end|>", "<start_of_turn>", "<end_of_turn>", "[INST]", "[/INST]", "<|start|>", "<|end|>",
-           "<|message|>", "<|return|>", "<|user|>", "<|assistant|>", "<|system|>"]
-CORPUS = ["the cat sat on the mat\n# heading\n#1 yes no yes\n\n#x ok", "user assistant system model think\n# one two"] * 8
+SPECIAL = ["<|im_start|>", "<|im_end|>", "<start_of_turn>", "<end_of_turn>", "[INST]", "[/INST]", "<|start|>",
+           "<|end|>", "<|message|>", "<|return|>", "<|user|>", "<|assistant|>", "<|system|>"]
+CORPUS = ["the cat sat on the mat\n# heading\n#1 yes no yes\n\n#x ok",
+          "user assistant system model think\n# one two"] * 8
 
 
 @cache

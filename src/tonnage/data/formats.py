@@ -1,4 +1,4 @@
-"""Records and where they come from: JSONL, JSON, Parquet, CSV, hub data sets, each turned into one of three normal forms.
+"""Records and where they come from: JSONL, JSON, Parquet, CSV, hub data sets; each is brought to one of three forms.
 
 Formats are told apart by a record's columns, as in https://huggingface.co/docs/trl/dataset_formats. Files are read
 here, line by line, so that an error can name the line; only hub ids and saved folders go through `datasets`.
@@ -107,6 +107,7 @@ class Source:
 
         total = xxhash.xxh3_128()
         for file in self._files:
+            total.update(file.suffix.encode())
             if contents:
                 with open(file, "rb") as stream:
                     digest = xxhash.xxh3_128()
@@ -114,9 +115,12 @@ class Source:
                         digest.update(block)
                 total.update(digest.digest())
             else:
-                total.update(f"{file.stat().st_size} ")
+                total.update(f"{file.stat().st_size} ".encode())
         if not self._files:
-            total.update(_hub_revision(self.data_set) if self._streaming else self._table._fingerprint)
+            one = self.data_set
+            revision = (f"{_hub_revision(one)} {one.subset} {one.split}" if self._streaming
+                        else self._table._fingerprint)
+            total.update(revision.encode())
         return total.hexdigest()
 
     def records(self, on_bad: str, counts: Counts, skip: int = 0) -> Iterator[tuple[str, Record]]:
@@ -151,7 +155,7 @@ class Source:
             except _BadRecord as error:
                 if on_bad == "error":
                     raise DataError(f"{origin}: {error}; mend the record, or set data.on_bad=skip") from None
-        raise DataError(f"{self.data_set.path}: no record could be read, each was bad; set data.on_bad=error to see why")
+        raise DataError(f"{self.data_set.path}: each of its records is bad; set data.on_bad=error to see why")
 
     def _rows(self) -> Iterator[tuple[str, Any]]:
         if self._table is not None:
@@ -197,7 +201,9 @@ def to_record(row: dict[str, Any], kind: str, columns: dict[str, str]) -> Record
         DataError: a missing or wrong-typed field, an unknown role, an empty answer, text that is not Unicode.
     """
     if kind == "chat":
-        name = "conversations" if columns.get("messages", "messages") not in row else "messages"
+        # "conversations" is the other usual name, taken where a record has it and no "messages"
+        usual = columns.get("messages", "messages") in row or columns.get("conversations", "conversations") not in row
+        name = "messages" if usual else "conversations"
         return _chat(_field(row, name, columns, list))
     if kind == "instruct":
         instruction, output = (_field(row, name, columns, str) for name in FORMATS[kind])

@@ -71,7 +71,7 @@ def check_dropped(counts: Sequence[Counts], data: Data, seq_tokens: int) -> None
     if left and dropped <= data.max_dropped_fraction * usable:
         return
     longest = max((count.longest_tokens for count in counts), default=0)
-    rule = (f"the bound is data.max_dropped_fraction={data.max_dropped_fraction}" if left else "so there is no row left")
+    rule = f"the bound is data.max_dropped_fraction={data.max_dropped_fraction}" if left else "so there is no row left"
     raise DataError(f"{dropped} of {usable} samples were dropped, {rule}: {unlabelled} without a token to learn from "
                     f"within data.seq_tokens={seq_tokens}, {too_long} longer than it (longest: {longest} tokens), and "
                     f"{sum(count.bad for count in counts)} bad records skipped; raise data.seq_tokens, set "
@@ -81,7 +81,8 @@ def check_dropped(counts: Sequence[Counts], data: Data, seq_tokens: int) -> None
 def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     """Best-fit-decreasing: bins of indices into `lengths`, each sum at most `capacity`; deterministic, O(n log n).
 
-    Bins come in the order they are opened, ties go to the lower index.
+    Bins come in the order they are opened; of equal lengths the lower index goes first, and of bins with equal room the
+    one last added to is filled.
 
     Raises:
         ValueError: a length below 1 or above the capacity.

@@ -24,8 +24,8 @@ GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 # Some templates print today's date; rows that change overnight could not be cached or resumed, so it is fixed, to the
 # date that Llama 3.1's template names by default.
 TODAY = datetime.date(2024, 7, 26)
-EARLIER_ANSWER = ("the chat template leaves out the text of some earlier answers; they are not trained. Put each answer "
-                  "last in a record of its own to train them all")
+EARLIER_ANSWER = ("the chat template leaves out the text of some earlier answers; they are not trained. Put each "
+                  "answer last in a record of its own to train them all")
 OTHER_PROMPT = ("the chat template's generation prompt is not what it renders before the answers (an opened <think>?); "
                 "answers are trained from their first character on")
 ADDED_EOS = "the chat template puts nothing after the last answer; the tokenizer's eos is added, and trained, there"
@@ -67,8 +67,8 @@ def load_tokenizer(folder: str) -> Any:
         raise ModelError(f"{folder}: holds no tokenizer that can be loaded ({type(error).__name__}: "
                          f"{str(error).strip().splitlines()[0:1]}); model.path must hold tokenizer.json") from None
     if not tokenizer.is_fast:
-        raise ModelError(f"{folder}: its tokenizer is a {type(tokenizer).__name__}, which gives no character offsets, so "
-                         "no exact mask; convert it to tokenizer.json")
+        raise ModelError(f"{folder}: its tokenizer is a {type(tokenizer).__name__}, which gives no character offsets, "
+                         "so no exact mask; convert it to tokenizer.json")
     return tokenizer
 
 
@@ -83,7 +83,7 @@ class Encoder:
                  train_on: str = "assistant") -> None:
         self.tokenizer, self.notes = tokenizer, []
         self._system, self._train_all = system, train_on == "all"
-        self._template = _read_template(chat_template) if chat_template else _own_template(tokenizer)
+        self._template = read_template(chat_template) if chat_template else _own_template(tokenizer)
         if self._template and "strftime_now" in self._template:
             self._template = _fix_date(self._template)
         stops = [token.content for token in tokenizer.added_tokens_decoder.values() if token.content.strip()]
@@ -205,23 +205,25 @@ class _Turns:
         else:
             raise self.error("it renders a message differently depending on what it says")
         self.answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+        if self.after(self.whole, self.answers[-1]) is None:
+            raise self.error("it leaves out the last answer")
 
     def rendered(self) -> Rendered:
         spans = self.generation_spans() if GENERATION.search(self.encoder._template) else self.turn_spans()
         stops = []
         add_eos = False
         for number, (start, end) in enumerate(spans):
-            length = len(self.plain(self.whole[:end.at]))
+            length = self.at(end.at)
             if end.stop:
                 stops.append((length, self.encoder.tokenizer.convert_tokens_to_ids(end.stop)))
             add_eos |= end.add_eos
-            spans[number] = (len(self.plain(self.whole[:start])), length)
+            spans[number] = (start, length)
         if add_eos:
             self.encoder._note(ADDED_EOS)
         return Rendered(self.origin, self.text, spans, stops, raw=False, add_eos=add_eos)
 
     def turn_spans(self) -> list[tuple[int, "_End"]]:
-        """(start, end) of each trained answer, marked."""
+        """(plain start, end) of each trained answer."""
         spans = []
         for number in self.answers:
             if number < self.context:
@@ -233,7 +235,7 @@ class _Turns:
         return spans
 
     def generation_spans(self) -> list[tuple[int, "_End"]]:
-        """The template's own {% generation %} spans, marked, each made to end with its answer's terminator."""
+        """The template's own {% generation %} spans, each made to end with its answer's terminator."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
         tokenizer = self.encoder.tokenizer
@@ -247,33 +249,45 @@ class _Turns:
         for start, end in blocks[0]:
             inside = [number for number, at in contents.items() if at is not None and start <= at <= end]
             if start >= first:
-                spans.append((start, self.end(inside[-1]) if inside else _End(end)))
+                spans.append((self.at(start), self.end(inside[-1]) if inside else _End(end)))
         return spans
 
     def start(self, number: int) -> int:
         """Where the model begins to write: right after the generation prompt, else at the answer's first character."""
-        opened = self.find(self.whole, number, "<")
-        opened = opened[0] if opened else None
+        mark = self.find(self.whole, number, "<")
+        opened = self.at(mark[0]) if mark else None
         prompt = self.encoder._apply(self.messages[:number], self.origin, prompt=True) if number else ""
-        start = self.prompt_end(prompt, number) if number else opened
-        if start is None or (opened is not None and start > opened):
+        start = self.same_end(prompt, len(prompt), number) if number else opened
+        if start is None or start > self.at(self.after(self.whole, number)):
             self.encoder._note(OTHER_PROMPT)
-            start = opened
-        elif number and (opened is None or self.whole[start:opened].strip()) \
+            start = opened if opened is not None else self.header_end(number)
+        elif number and (opened is None or self.text[start:opened].strip()) \
                 and prompt == self.encoder._apply(self.messages[:number], self.origin):
             start = opened  # the template has no generation prompt, so the header lies in between
         if start is None:
             raise self.error(f"it rewrites answer {self.answers.index(number) + 1} and what comes before it")
         return start
 
-    def prompt_end(self, prompt: str, number: int) -> int | None:
-        if self.whole.startswith(prompt):
-            return len(prompt)
+    def same_end(self, other: str, end: int, number: int) -> int | None:
+        """Where the first `end` characters of `other`, marked, end in our text, if both are alike before `number`."""
+        beginning = self.plain(other[:end])
+        if self.text.startswith(beginning):
+            return len(beginning)
         # Something earlier is rendered differently now; what follows the previous message may still be the same.
-        here, there = self.after(self.whole, number - 1), self.after(prompt, number - 1)
-        if here is not None and there is not None and self.whole.startswith(prompt[there:], here):
-            return here + len(prompt) - there
-        return None
+        here, there = self.after(self.whole, number - 1), self.after(other, number - 1)
+        if here is None or there is None:
+            return None
+        beginning = self.plain(other[there:end])
+        return self.at(here) + len(beginning) if self.text.startswith(beginning, self.at(here)) else None
+
+    def header_end(self, number: int) -> int | None:
+        """Where an answer begins whose first part the template drops: what it renders before one of marks only."""
+        if not number:
+            return None
+        empty = self.marked({**self.messages[number], "content": ""}, number, trims=False)
+        bare = self.encoder._apply([*self.messages[:number], empty, *self.messages[number + 1:]], self.origin)
+        opened = self.find(bare, number, "<")
+        return self.same_end(bare, opened[0], number) if opened else None
 
     def end(self, number: int) -> "_End":
         """The end of an answer's terminator: the last special token that follows it, whether or not more turns do."""
@@ -322,6 +336,10 @@ class _Turns:
         found = self.find(text, number, ">")
         return found[1] if found else None
 
+    def at(self, marked: int) -> int:
+        """The plain position of a marked one of `whole`."""
+        return len(self.plain(self.whole[:marked]))
+
     def plain(self, text: str) -> str:
         return self.marks.sub("", text)
 
@@ -332,7 +350,7 @@ class _Turns:
 
 
 class _End(NamedTuple):
-    at: int
+    at: int  # marked
     stop: str | None = None
     add_eos: bool = False
 
@@ -358,7 +376,12 @@ def _tiles(offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return np.minimum(offsets[:, 0], before), ends
 
 
-def _read_template(path: str) -> str:
+def read_template(path: str) -> str:
+    """The text of data.chat_template.
+
+    Raises:
+        ConfigError: no such file, or not UTF-8.
+    """
     try:
         return Path(path).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

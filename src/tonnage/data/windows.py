@@ -105,6 +105,6 @@ def cut_window(lengths: Sequence[int], num_ranks: int, micro_rows: int) -> list[
     ceil(largest share / micro_rows); those without rows are empty lists. Equal input gives equal output.
     """
     longest_first = np.argsort(-np.asarray(lengths), kind="stable").tolist()
-    num_micros = -(-(-(-len(longest_first) // num_ranks)) // micro_rows)
     shares = [longest_first[rank::num_ranks] for rank in range(num_ranks)]
+    num_micros = -(-len(shares[0]) // micro_rows)
     return [[share[i * micro_rows:(i + 1) * micro_rows] for i in range(num_micros)] for share in shares]

@@ -18,7 +18,7 @@ from tonnage.errors import ModelError
 WRAPPERS = (".base_layer", ".original_module")
 
 
-def load_weights(model: nn.Module, folder: str, device: torch.device) -> None:
+def load_weights(model: nn.Module, folder: str, device: torch.device, allow_pickle: bool = False) -> None:
     """Fill every base parameter and buffer of `model` from the safetensors of `folder`.
 
     Parameters may be empty on meta, real, DTensors or partitioned by ZeRO-3.
@@ -37,7 +37,7 @@ def load_weights(model: nn.Module, folder: str, device: torch.device) -> None:
                                  dtype_plan=twin._get_dtype_plan(base.dtype), device_map={"": device},
                                  weight_mapping=get_model_conversion_mapping(twin), ignore_mismatched_sizes=True)
     try:
-        info, _ = type(twin)._load_pretrained_model(twin, None, weight_files(folder), config)
+        info, _ = type(twin)._load_pretrained_model(twin, None, weight_files(folder, allow_pickle), config)
         missing = _untied(twin, info.missing_keys)
         if missing or info.mismatched_keys or info.error_msgs or info.conversion_errors:
             raise ModelError(_loading_fault(folder, missing, info))
@@ -50,15 +50,18 @@ def load_weights(model: nn.Module, folder: str, device: torch.device) -> None:
     _copy_saved_modules(model)
 
 
-def weight_files(folder: str) -> list[str]:
-    """The safetensors files of a model folder, complete.
+def weight_files(folder: str, allow_pickle: bool = False) -> list[str]:
+    """The weight files of a model folder, complete: safetensors, or pickles where there are only those and allowed.
 
     Raises:
         ModelError: there are none, or one that the index names is missing.
     """
-    index = Path(folder) / "model.safetensors.index.json"
+    index = single = None
+    for stem in ("model.safetensors", "pytorch_model.bin")[:1 + allow_pickle]:
+        index, single = Path(folder) / f"{stem}.index.json", Path(folder) / stem
+        if index.is_file() or single.is_file():
+            break
     if not index.is_file():
-        single = Path(folder) / "model.safetensors"
         if not single.is_file():
             raise ModelError(f"model.path={folder}: no model.safetensors and no index of shards; point model.path at "
                              f"a folder with safetensors, or set model.allow_pickle=true for pickle files")
@@ -102,7 +105,7 @@ def init_dora(model: nn.Module, whole, fill) -> None:
         whole: engine's function (parameter) -> whole tensor.
     """
     for module in model.modules():
-        for adapter, vector in getattr(module, "lora_magnitude_vector", {}).items():
+        for adapter in getattr(module, "lora_magnitude_vector", {}):
             norm = torch.linalg.norm(whole(module.get_base_layer().weight).float(), dim=1)
             fill(module.lora_magnitude_vector[adapter].weight, norm)
 

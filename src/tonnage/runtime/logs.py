@@ -6,6 +6,8 @@ import sys
 import warnings
 from pathlib import Path
 
+from tonnage.runtime.driver import driver_present
+
 LOG = logging.getLogger("tonnage")
 NOISY = ("DeepSpeed", "transformers", "peft", "datasets", "bitsandbytes", "torch", "torchao", "huggingface_hub",
          "accelerate", "httpx", "filelock")
@@ -19,6 +21,8 @@ def quiet_libraries() -> None:
     os.environ.setdefault("DEEPSPEED_LOG_LEVEL", "error")
     os.environ.setdefault("BITSANDBYTES_NOWELCOME", "1")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    if not driver_present():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
     logging.captureWarnings(True)
     warnings.simplefilter("default")
     LOG.setLevel(logging.INFO)

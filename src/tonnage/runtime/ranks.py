@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from tonnage.errors import ConfigError
+from tonnage.runtime.driver import driver_present
 
 LAUNCHER_VARIABLE = "TONNAGE_LAUNCHER"
 RUN_VARIABLE = "TONNAGE_RUN_FOLDER"
@@ -56,11 +57,6 @@ def current_place() -> Place:
 def started_by_deepspeed() -> bool:
     """Whether the deepspeed launcher is at the beginning of this process, directly or through our own."""
     return os.environ.get(LAUNCHER_VARIABLE, "") == "deepspeed" or current_place().launcher == "deepspeed"
-
-
-def driver_present() -> bool:
-    """Whether this machine has an NVIDIA or AMD driver, whatever torch thinks of it."""
-    return any(Path(path).exists() for path in ("/proc/driver/nvidia/version", "/dev/nvidiactl", "/dev/kfd"))
 
 
 def resolve_device(wanted: str) -> str:
@@ -166,7 +162,8 @@ def start_ranks(script: str, argv: list[str], gpus: int, run_folder: Path) -> in
 def _start_rank(script, argv, rank, gpus, port, run_folder):
     env = os.environ | {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(gpus),
                         "LOCAL_WORLD_SIZE": str(gpus), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-                        "TORCHELASTIC_USE_AGENT_STORE": "True", RUN_VARIABLE: str(run_folder),
+                        "TORCHELASTIC_USE_AGENT_STORE": "True",
+                        "TORCHELASTIC_RESTART_COUNT": "0", RUN_VARIABLE: str(run_folder),
                         LAUNCHER_VARIABLE: "deepspeed" if started_by_deepspeed() else "own"}
     if sys.platform == "linux":
         env.setdefault("GLOO_SOCKET_IFNAME", "lo")

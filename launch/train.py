@@ -1,0 +1,218 @@
+"""Fine-tune a model: `python launch/train.py key=value ...`, or under deepspeed or torchrun; --help says more.
+
+The launcher (or rank 0) composes and checks the config, prepares model and data, makes the run folder; ranks read what
+it froze there.
+"""
+
+import os
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from tonnage.config import rules
+from tonnage.config.compose import (
+    CommandLine,
+    compose_config,
+    expand_sweep,
+    groups,
+    parse_command_line,
+    recipes,
+    schema_fields,
+    to_schema,
+)
+from tonnage.config.schema import Config
+from tonnage.errors import EXIT_DONE, EXIT_STOPPED_RESUMABLE, ConfigError
+from tonnage.runtime import runs
+from tonnage.runtime.entry import guarded
+from tonnage.runtime.logs import log_to_folder, quiet_libraries
+
+HELP = """\
+python launch/train.py [key=value ...]        starts its own ranks
+torchrun --nproc-per-node N launch/train.py   or deepspeed launch/train.py: the same keys
+  run=FOLDER [key=value ...]   go on with a run; run.fork=true starts a new one from its weights
+  recipe=NAME                  a complete run: {recipes}
+  -m key=a,b ...               one run for each combination of values
+  --cfg                        print the composed config
+  dry_run=true                 print layout, batch, steps and engine settings, and stop
+groups: {groups}
+keys: docs/config.md; e.g. {keys}"""
+
+
+@dataclass(frozen=True)
+class Start:
+    """A run that is ready to start: its folder, the number of this attempt, and what it begins with."""
+
+    folder: Path
+    attempt: int
+    model_folder: str
+    start_from: Path | None = None
+
+
+def main(argv: list[str]) -> int:
+    command = parse_command_line(argv)
+    if command.help:
+        print(HELP.format(recipes=", ".join(recipes()), groups=", ".join(groups()),
+                          keys=", ".join(list(schema_fields())[:6])))
+        return EXIT_DONE
+    if command.multirun:
+        return sweep(command)
+    config = compose(command)
+    if command.print_config:
+        import yaml
+
+        print(yaml.safe_dump(runs.redacted(asdict(config)), sort_keys=False), end="")
+        return EXIT_DONE
+    return launch(command, config)
+
+
+def compose(command: CommandLine) -> Config:
+    """The config of a command line; for a run that goes on, its own with the overrides on top."""
+    if command.run_folder is None:
+        return compose_config(command.overrides)
+    base = runs.read_config(command.run_folder)
+    config = compose_config(command.overrides, base)
+    if not config.run.fork:
+        rules.check_resume(asdict(to_schema(base)), asdict(config))
+    return config
+
+
+def sweep(command: CommandLine) -> int:
+    """One run after another, each in a process of its own; the worst exit code."""
+    import subprocess
+
+    if command.run_folder is not None:
+        raise ConfigError("run=: not with -m; a sweep makes new runs")
+    points = expand_sweep(command.overrides)
+    for point in points:
+        compose_config(point)
+    codes = []
+    for number, point in enumerate(points, 1):
+        print(f"run {number} of {len(points)}: {' '.join(point)}", flush=True)
+        codes.append(subprocess.run([sys.executable, __file__, *point], check=False).returncode)
+    return max(codes)
+
+
+def launch(command: CommandLine, config: Config) -> int:
+    """Be a rank, start the ranks, or step aside."""
+    from tonnage.runtime import ranks
+
+    place = ranks.current_place()
+    device = ranks.resolve_device(config.device)
+    gpus = config.gpus if config.dry_run and config.gpus != "auto" else ranks.resolve_gpus(config.gpus, device, place)
+    layout = rules.resolve_layout(config, gpus, device, _visible(device, gpus), ranks.started_by_deepspeed())
+    if config.dry_run:
+        from tonnage.train.dry_run import print_dry_run
+
+        if place.rank == 0:
+            print_dry_run(config, layout, command.overrides)
+        return EXIT_DONE
+    role = ranks.settle(place, gpus, device)
+    if role == "aside":
+        print(f"rank {place.rank}: not needed for gpus={gpus}; stepping aside", flush=True)
+        return EXIT_DONE
+    if place.rank == 0 and device == "cpu" and ranks.RUN_VARIABLE not in os.environ:
+        print("no GPU driver on this machine: running on the CPU", flush=True)
+    if role == "start":
+        start, lock = begin(command, config, layout)
+        code = ranks.start_ranks(__file__, sys.argv[1:], gpus, start.folder)
+        return _settle_status(start.folder, code)
+    return be_rank(command, config, layout, place)
+
+
+def begin(command: CommandLine, config: Config, layout: rules.Layout) -> tuple[Start, object]:
+    """Prepare model and data, make or reopen the run folder, write the attempt. Returns it and the run's lock."""
+    from tonnage.models.folder import resolve_folder
+    from tonnage.report.metrics import require_tracker
+    from tonnage.train.checkpoint import newest_complete
+    from tonnage.train.session import prepare_data
+
+    require_tracker(config.tracker)
+    start_from = None
+    resumed = command.run_folder is not None and not config.run.fork
+    if command.run_folder is not None and config.run.fork:
+        start_from = newest_complete(command.run_folder / "checkpoints", command.run_folder.resolve().name)
+        if start_from is None:
+            raise ConfigError(f"run={command.run_folder}: has no complete checkpoint to fork from")
+    if resumed and runs.read_status(command.run_folder).get("state") == "done":
+        raise ConfigError(f"run={command.run_folder}: is finished; export it with launch/export.py run=..., or train on "
+                          f"in a new run with run.fork=true")
+    lock = runs.lock_run(command.run_folder) if resumed else None
+    model_folder = resolve_folder(config.model)
+    prepare_data(config, model_folder, progress=True)
+    if resumed:
+        folder = command.run_folder.resolve()
+    else:
+        label = f"{config.model.name}-{config.adapter.name}"
+        folder = runs.create_run(config.run.root, config.run.name, label, asdict(rules.freeze(config, layout)))
+        lock = runs.lock_run(folder)
+    attempt = runs.add_attempt(folder, {
+        "overrides": list(command.overrides) if resumed else [], "command": list(command.overrides),
+        "model_folder": model_folder, "start_from": str(start_from) if start_from else None,
+        "forked_from": str(command.run_folder) if start_from else None, "time": f"{runs.now():%Y-%m-%dT%H:%M:%SZ}",
+        "layout": asdict(layout)})
+    runs.write_status(folder, "running", "starting", attempt=attempt, resumable=True)
+    print(f"run folder: {os.path.relpath(folder)}", flush=True)
+    return Start(folder, attempt, model_folder, start_from), lock
+
+
+def be_rank(command: CommandLine, config: Config, layout: rules.Layout, place) -> int:
+    """Join the group, agree on the run folder, train."""
+    import torch
+    import torch.distributed as dist
+
+    from tonnage.runtime import ranks
+    from tonnage.train.run import train_run
+
+    if ranks.RUN_VARIABLE in os.environ:
+        ranks.die_with_parent()
+    ranks.join(place, layout.gpus, layout.device, config.cluster.timeout_s, config.cpu_threads)
+    group = ranks.preparation_group()
+    shared, lock = [None], None
+    if place.rank == 0:
+        if ranks.RUN_VARIABLE in os.environ:
+            folder = Path(os.environ[ranks.RUN_VARIABLE])
+            shared = [Start(folder, *_attempt(folder))]
+        else:
+            start, lock = begin(command, config, layout)
+            shared = [start]
+    dist.broadcast_object_list(shared, src=0, group=group)
+    start = shared[0]
+    log_to_folder(start.folder, place.rank)
+    device = torch.device(layout.device, torch.cuda.current_device()) if layout.device == "cuda" else torch.device("cpu")
+    try:
+        return train_run(start, group, layout, device)
+    finally:
+        dist.destroy_process_group()
+
+
+def _attempt(folder):
+    import yaml
+
+    file = sorted((folder / "attempts").glob("*.yaml"))[-1]
+    facts = yaml.safe_load(file.read_text())
+    start_from = facts["start_from"]
+    return int(file.stem), facts["model_folder"], Path(start_from) if start_from else None
+
+
+def _settle_status(folder, code):
+    """Where ranks died without a word, say so in status.json."""
+    status = runs.read_status(folder)
+    if code not in (EXIT_DONE, EXIT_STOPPED_RESUMABLE) and status.get("state") == "running":
+        how = f"a rank was ended by signal {code - 128}" if code > 128 else f"a rank ended with exit code {code}"
+        runs.write_status(folder, "failed", f"{how}; go on with run={folder}", resumable=True, exit_code=code,
+                          step=status.get("step", 0), attempt=status.get("attempt"))
+        print(f"error: {how}; see {folder}/logs, then go on with run={os.path.relpath(folder)}", file=sys.stderr)
+    return code
+
+
+def _visible(device, gpus):
+    if device == "cpu":
+        return gpus
+    import torch
+
+    return torch.cuda.device_count()
+
+
+if __name__ == "__main__":
+    quiet_libraries()
+    sys.exit(guarded(lambda: main(sys.argv[1:]), quiet=os.environ.get("RANK", "0") != "0"))

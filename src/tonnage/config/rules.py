@@ -1,0 +1,130 @@
+"""Rules across sections, and what `auto` stands for once the machine is known."""
+
+from dataclasses import dataclass, replace
+
+from tonnage.config.batch import BatchCut, resolve_batch
+from tonnage.config.schema import Config
+from tonnage.errors import ConfigError
+from tonnage.facts.capabilities import CAPABILITIES, violations
+from tonnage.facts.models import MODELS
+
+# what may change when a run goes on: where and how it runs, not what is learned
+CHANGEABLE = ("gpus", "device", "cpu_threads", "dry_run", "batch.micro_rows", "batch.accumulation_steps", "strategy.",
+              "model.path", "model.attention", "model.compile", "model.activation_checkpointing", "train.loss",
+              "train.loss_chunk_tokens", "train.audit", "train.max_nonfinite_steps", "checkpoint.", "tracker.",
+              "cluster.", "eval.", "run.", "data.cache")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A config on a machine: nothing is `auto` any more."""
+
+    gpus: int
+    gpus_per_node: int
+    device: str
+    strategy: str
+    cut: BatchCut
+
+
+def resolve_layout(config: Config, gpus: int, device: str, visible_gpus: int, under_deepspeed: bool) -> Layout:
+    """Check `config` against all rules for `gpus` ranks and work out what `auto` stands for.
+
+    Raises:
+        ConfigError: every rule that is broken, a line each.
+    """
+    strategy = config.strategy.name
+    if strategy == "auto":
+        strategy = ("zero3" if gpus > 1 else "zero1") if under_deepspeed else ("fsdp" if gpus > 1 else "ddp")
+    per_node = config.cluster.gpus_per_node
+    per_node = min(gpus, visible_gpus) if per_node == "auto" else min(gpus, per_node)
+    faults = _broken_rules(config, gpus, per_node, device, strategy)
+    if faults:
+        raise ConfigError("\n".join(faults))
+    return Layout(gpus, per_node, device, strategy, resolve_batch(config.batch, gpus, config.data.seq_tokens))
+
+
+def _broken_rules(config, gpus, per_node, device, strategy):
+    faults = violations(strategy, {
+        "precision": config.precision.name, "offload": config.strategy.offload, "adapter": config.adapter.name,
+        "optimizer": config.optimizer.name, "compile": config.model.compile})
+    rules = [
+        (gpus % per_node != 0, f"cluster.gpus_per_node={per_node}: must divide gpus={gpus}"),
+        (config.strategy.offload == "nvme" and not config.strategy.nvme_path,
+         "strategy.nvme_path: must name a folder on a local NVMe disk for strategy.offload=nvme"),
+        (config.strategy.extra and CAPABILITIES[strategy].engine != "deepspeed",
+         f"strategy.extra: only for DeepSpeed, and strategy={strategy} is PyTorch's FSDP2; use strategy=zero1|zero2|zero3"),
+        (CAPABILITIES[strategy].engine == "fsdp" and config.strategy.offload == "all" and device == "cpu",
+         f"strategy.offload=all: with strategy={strategy} it moves states from a GPU to the host, and device=cpu has no "
+         f"GPU; use strategy.offload=none, or strategy=zero3"),
+        (config.data.streaming and config.train.max_steps is None,
+         "train.max_steps: must be set for data.streaming=true, where the length of an epoch is not known"),
+        (config.data.path is not None and bool(config.data.sets), "data.path: not together with data.sets; give one"),
+        (config.data.path is None and not config.data.sets,
+         "data.path: must be given for data=files: a file, a folder or a hub id"),
+        (bool(config.eval.path) and config.eval.holdout_fraction > 0,
+         "eval.holdout_fraction: not together with eval.path; give one"),
+        (config.eval.holdout_fraction >= 1, "eval.holdout_fraction=1: leaves nothing to train on"),
+        (config.data.streaming and config.eval.holdout_fraction > 0,
+         "eval.holdout_fraction: not with data.streaming=true; give eval.path"),
+        (config.model.attention == "flash" and device == "cpu",
+         "model.attention=flash: runs on GPUs only; use model.attention=sdpa"),
+        (config.optimizer.scale_lr != "none" and config.batch.global_tokens is not None,
+         f"optimizer.scale_lr={config.optimizer.scale_lr}: needs batch.global_rows; with batch.global_tokens set "
+         f"optimizer.learning_rate itself"),
+        (bool(config.model.new_tokens) and config.adapter.name != "full" and config.adapter.targets != ["all-linear"]
+         and any("head" in target for target in config.adapter.targets),
+         "adapter.targets: the head is trained whole where model.new_tokens are added; leave it out"),
+    ]
+    faults += [text for broken, text in rules if broken]
+    faults += _model_rules(config) + _shard_rules(config, gpus, per_node, strategy)
+    return faults
+
+
+def _model_rules(config):
+    facts = MODELS.get(config.model.name)
+    if facts is None:
+        return []
+    longest = facts.architecture.max_positions_tokens
+    if config.data.seq_tokens > longest:
+        return [f"data.seq_tokens={config.data.seq_tokens}: {config.model.name} has positions for {longest:,} tokens; "
+                f"use at most that"]
+    return []
+
+
+def _shard_rules(config, gpus, per_node, strategy):
+    if strategy != "hsdp":
+        return []
+    shard = per_node if config.strategy.shard_gpus == "auto" else config.strategy.shard_gpus
+    if gpus % shard:
+        fitting = max(size for size in range(1, gpus + 1) if gpus % size == 0 and size <= shard)
+        return [f"strategy.shard_gpus={shard}: must divide gpus={gpus}; try {fitting}"]
+    return []
+
+
+def freeze(config: Config, layout: Layout) -> Config:
+    """What config.yaml keeps: the global batch is fixed, how it is cut is left to each attempt."""
+    batch = replace(config.batch, accumulation_steps="auto", global_rows=layout.cut.global_rows or "auto")
+    return replace(config, batch=batch, dry_run=False)
+
+
+def check_resume(old: dict, new: dict) -> None:
+    """Compare a run's config with the one it is to go on with (nested dicts).
+
+    Raises:
+        ConfigError: names every key whose change would make it another run.
+    """
+    before, after = dict(_leaves(old)), dict(_leaves(new))
+    changed = [key for key in after if before.get(key) != after[key]
+               and not any(key == name or (name.endswith(".") and key.startswith(name)) for name in CHANGEABLE)]
+    if changed:
+        lines = [f"{key}={after[key]}: was {before.get(key)}" for key in changed]
+        raise ConfigError("\n".join(lines) + "\nthese decide what is learned and cannot change when a run goes on; "
+                          "run.fork=true starts a new run from its weights")
+
+
+def _leaves(mapping, prefix=""):
+    for name, value in mapping.items():
+        if isinstance(value, dict) and value:
+            yield from _leaves(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, list(value) if isinstance(value, tuple) else value

@@ -1,0 +1,46 @@
+"""The last frame of every command: errors become one clear text and an exit code, never a traceback on the console."""
+
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+from tonnage.errors import TonnageError
+from tonnage.runtime.logs import LOG
+
+
+def guarded(main: Callable[[], int], quiet: bool = False) -> int:
+    """Run `main`; returns its exit code, or that of the error it ended with.
+
+    Args:
+        quiet: this rank's errors are repeated by rank 0; write them to its log only.
+    """
+    try:
+        return main()
+    except TonnageError as error:
+        if not quiet:
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("stopped at once, without a checkpoint of the last steps", file=sys.stderr, flush=True)
+        return 130
+    except Exception as error:
+        report_fault(error)
+        return 1
+
+
+def report_fault(error: Exception) -> None:
+    """An error of our own: the traceback goes to the log file of the rank, its place to the console."""
+    LOG.debug("fault", exc_info=error)
+    files = [handler.baseFilename for handler in LOG.handlers if hasattr(handler, "baseFilename")]
+    if files:
+        with open(files[0], "a") as log:
+            traceback.print_exception(error, file=log)
+        where = f"the traceback is in {files[0]}"
+    else:
+        file = Path("tonnage-fault.log")
+        file.write_text("".join(traceback.format_exception(error)))
+        where = f"the traceback is in {file.resolve()}"
+    text = (str(error).strip() or repr(error)).splitlines()[0]
+    print(f"fault: {type(error).__name__}: {text}\n{where}; please report it with the command line",
+          file=sys.stderr, flush=True)

@@ -1,0 +1,101 @@
+"""One attempt of a run on one rank: from its folder to a status that says how it ended."""
+
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from tonnage.config.compose import compose_config
+from tonnage.config.rules import Layout
+from tonnage.config.schema import Config
+from tonnage.data.prepare import describe
+from tonnage.errors import EXIT_DONE, EXIT_STOPPED_RESUMABLE
+from tonnage.models.build import count_by_kind
+from tonnage.report.console import memory_gib, number, table
+from tonnage.runtime import runs
+from tonnage.runtime.logs import LOG
+from tonnage.train.loop import train
+from tonnage.train.session import Session, open_session, prepare_data
+
+
+def train_run(start, group: dist.ProcessGroup, layout: Layout, device: torch.device) -> int:
+    """Train the run of `start` (folder, attempt, model_folder, start_from); returns the exit code (collective)."""
+    config = run_config(start.folder, start.attempt)
+    session = None
+    try:
+        rows = prepare_data(config, start.model_folder, progress=False)
+        session = open_session(config, start.folder, start.model_folder, layout.strategy, layout.gpus_per_node,
+                               start.attempt, group, device, rows, start.start_from)
+        return _train(session, layout, rows)
+    except Exception as error:
+        if dist.get_rank() == 0 or session is None:
+            step = session.position.step if session else 0
+            runs.write_status(start.folder, "failed", f"{type(error).__name__}: {error}", attempt=start.attempt,
+                              step=step, resumable=True)
+        raise
+    finally:
+        if session is not None:
+            session.progress.close()
+            if session.metrics is not None:
+                session.metrics.close()
+
+
+def run_config(folder: Path, attempt: int) -> Config:
+    """What a run's config.yaml and the overrides of one attempt make."""
+    import yaml
+
+    facts = yaml.safe_load((folder / "attempts" / f"{attempt:03d}.yaml").read_text())
+    return compose_config(facts["overrides"], runs.read_config(folder))
+
+
+def _train(s: Session, layout: Layout, rows) -> int:
+    if s.rank == 0:
+        _print_start(s, layout, rows[0])
+    s.status("running", "started")
+    if s.position.step == 0:
+        if s.eval_rows is not None:
+            s.evaluate()
+        s.answers("before training")
+    started = time.monotonic()
+    outcome = train(s)
+    s.progress.close()
+    if outcome == "stopped":
+        s.status("stopped", f"stopped on request after step {s.position.step}; go on with run={s.folder}",
+                 exit_code=EXIT_STOPPED_RESUMABLE)
+        LOG.info(f"stopped after step {s.position.step}, checkpoint written; go on with run={s.folder}")
+        return EXIT_STOPPED_RESUMABLE
+    s.answers("after training")
+    s.status("done", f"finished after step {s.position.step}", exit_code=EXIT_DONE,
+             best_metric=s.position.best_metric, best_step=s.position.best_step)
+    LOG.info(f"done: {s.position.step} steps, {s.position.label_tokens:,} label tokens in "
+             f"{time.monotonic() - started:.0f} s; peak memory of rank 0 {memory_gib(s.engine.device):.2f} GiB")
+    return EXIT_DONE
+
+
+def _print_start(s: Session, layout: Layout, train_rows) -> None:
+    """The start-up table and what the data look like."""
+    cut, model = s.cut, s.engine.model
+    counts = count_by_kind(model)
+    trained = sum(one for one, _ in counts.values())
+    total = sum(one + other for one, other in counts.values())
+    kinds = ", ".join(f"{kind} {number(one)} of {number(one + other)}" for kind, (one, other) in counts.items() if one)
+    window = (f"{cut.global_rows} rows" if cut.global_rows else f"up to {cut.global_tokens:,} tokens")
+    steps = f" x {cut.accumulation_steps} accumulation steps" if cut.accumulation_steps else ""
+    lines = [
+        ("model", f"{s.config.model.name} ({type(model).__name__}), {number(total)} parameters"),
+        ("trained", f"{number(trained)} ({trained / total:.2%}): {kinds}"),
+        ("world", f"{layout.gpus} x {layout.device}, {layout.gpus_per_node} a node, strategy {layout.strategy}, "
+                  f"{s.config.precision.name}"),
+        ("window", f"{window} of up to {s.config.data.seq_tokens:,} tokens = {layout.gpus} ranks x {cut.micro_rows} "
+                   f"rows{steps}"),
+        ("loss", f"{s.head.kind}, attention {model.config._attn_implementation}"),
+        ("steps", f"{s.num_steps:,}" + (f", from step {s.position.step + 1}" if s.position.step else "")),
+        ("learning rate", f"{s.config.schedule.name}, peak {s.peak_rate:g}"),
+        ("run", str(s.folder)),
+    ]
+    table("Tonnage", lines)
+    if train_rows is not None:
+        print(describe(train_rows, s.tokenizer), flush=True)
+    if s.config.adapter.dropout:
+        LOG.info("adapter.dropout is on: masks depend on the cut, so exactness across cuts is not claimed")

@@ -1,0 +1,242 @@
+"""Everything a rank holds while it trains, and how it is put together."""
+
+import importlib.util
+import signal
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from tonnage.config.batch import BatchCut, resolve_batch
+from tonnage.config.schema import Config, DataSet
+from tonnage.data.prepare import Rows, prepare, prepare_split
+from tonnage.data.stream import StreamRows
+from tonnage.data.template import load_tokenizer
+from tonnage.engines.base import Engine, Parts
+from tonnage.errors import CheckpointError
+from tonnage.facts.capabilities import CAPABILITIES
+from tonnage.models import build, load
+from tonnage.report.console import StepProgress
+from tonnage.report.metrics import Metrics
+from tonnage.runtime import runs
+from tonnage.runtime.logs import LOG
+from tonnage.train import checkpoint, probes
+from tonnage.train.evaluate import answer, evaluate
+from tonnage.train.loss import LossHead
+from tonnage.train.optimizer import build_optimizer
+from tonnage.train.schedule import peak_learning_rate
+from tonnage.train.source import PreparedSource, Source, StreamSource
+
+
+class StopRequest:
+    """SIGINT or SIGTERM once: stop at the next window with a checkpoint. SIGINT twice: stop now."""
+
+    def __init__(self):
+        self.requested = False
+        signal.signal(signal.SIGTERM, self._handle)
+        signal.signal(signal.SIGINT, self._handle)
+
+    def _handle(self, number, _):
+        if self.requested and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.requested = True
+
+
+@dataclass
+class Session:
+    """One rank's state. `metrics` is None on ranks other than 0; `group` is a CPU group for agreeing."""
+
+    config: Config
+    folder: Path
+    run_id: str
+    group: dist.ProcessGroup
+    cut: BatchCut
+    engine: Engine
+    head: LossHead
+    source: Source
+    tokenizer: object
+    flat: bool
+    eval_rows: Rows | None
+    num_steps: int
+    peak_rate: float
+    attempt: int
+    metrics: Metrics | None
+    progress: StepProgress
+    stop: StopRequest
+    position: checkpoint.Position = field(default_factory=checkpoint.Position)
+    last_saved: int | None = None
+    _status_at: float = 0.0
+
+    @property
+    def rank(self) -> int:
+        return dist.get_rank()
+
+    @property
+    def world_size(self) -> int:
+        return dist.get_world_size()
+
+    @property
+    def pad_token(self) -> int:
+        return self.tokenizer.pad_token_id or 0
+
+    def status(self, state: str, message: str, at_most_every_s: float = 0.0, **facts) -> None:
+        """Rank 0 writes status.json."""
+        if self.rank == 0 and time.monotonic() - self._status_at >= at_most_every_s:
+            self._status_at = time.monotonic()
+            runs.write_status(self.folder, state, message, step=self.position.step, num_steps=self.num_steps,
+                              attempt=self.attempt, resumable=state != "done", **facts)
+
+    def evaluate(self) -> float:
+        """Held-out loss now; logs it and remembers the best."""
+        limit = min(len(self.eval_rows), self.config.eval.max_rows or len(self.eval_rows))
+        started = time.monotonic()
+        loss = evaluate(self.engine, self.head, self.eval_rows, limit, self.cut.micro_rows, self.pad_token, self.flat,
+                        self.group)
+        position = self.position
+        if position.best_metric is None or loss < position.best_metric:
+            position.best_metric, position.best_step = loss, position.step
+        LOG.info(f"step {position.step}: held-out loss {loss:.4f} over {limit} rows "
+                 f"({time.monotonic() - started:.0f} s)")
+        if self.metrics is not None:
+            self.metrics.log(position.step, {"eval_loss": loss, "eval_rows": limit})
+        return loss
+
+    def answers(self, title: str) -> None:
+        """Print answers to eval.prompts."""
+        for prompt in self.config.eval.prompts:
+            text = answer(self.engine, self.tokenizer, prompt, self.config.data.system, self.config.eval.prompt_tokens)
+            LOG.info(f"{title}\n  > {prompt}\n  {text}")
+
+
+def data_sets(config: Config) -> list[DataSet]:
+    """The training sets: data.sets, or the one that data.path is short for."""
+    return list(config.data.sets) or [DataSet(path=config.data.path or "", format=config.data.format)]
+
+
+def prepare_data(config: Config, folder: str, progress: bool) -> tuple[Rows | None, Rows | None]:
+    """Training rows (None when streaming) and held-out rows (None without), from the cache or newly made.
+
+    Raises:
+        DataError, ConfigError: see data.prepare.
+    """
+    options = {"seq_tokens": config.data.seq_tokens, "progress": progress}
+    held_out = None
+    if config.eval.path:
+        one = DataSet(path=config.eval.path, format=config.eval.format, split=config.eval.split)
+        held_out = prepare([one], config.data, folder, packing=False, **options)
+    if config.data.streaming:
+        return None, held_out
+    if held_out is None and config.eval.holdout_fraction:
+        return prepare_split(data_sets(config), config.data, folder, packing=config.data.packing,
+                             fraction=config.eval.holdout_fraction, seed=config.seed, **options)
+    return prepare(data_sets(config), config.data, folder, packing=config.data.packing, **options), held_out
+
+
+def resolve_attention(wanted: str, device: str) -> str:
+    """auto: flash where flash-attn is installed and a GPU is used, sdpa otherwise."""
+    if wanted != "auto":
+        return wanted
+    return "flash" if device == "cuda" and importlib.util.find_spec("flash_attn") else "sdpa"
+
+
+def make_engine(config: Config, strategy: str, gpus_per_node: int, cut: BatchCut, device: torch.device) -> Engine:
+    """The engine of a (resolved) strategy."""
+    clip = config.optimizer.clip_norm
+    if CAPABILITIES[strategy].engine == "deepspeed":
+        from tonnage.engines.deepspeed import DeepSpeedEngine
+        from tonnage.engines.deepspeed_json import deepspeed_json
+
+        settings = deepspeed_json(config, int(strategy.removeprefix("zero")), cut.micro_rows)
+        return DeepSpeedEngine(settings=settings, precision=config.precision.name, clip_norm=clip, device=device)
+    from tonnage.engines.fsdp import FsdpEngine
+
+    shard_gpus = {"ddp": 1, "fsdp": dist.get_world_size()}.get(strategy) or (
+        gpus_per_node if config.strategy.shard_gpus == "auto" else config.strategy.shard_gpus)
+    return FsdpEngine(shard_gpus=shard_gpus, precision=config.precision.name, offload=config.strategy.offload == "all",
+                      reshard_after_forward=config.strategy.reshard_after_forward, clip_norm=clip,
+                      compile_layers=config.model.compile, device=device)
+
+
+def engine_parts(config: Config, folder: str, attention: str) -> Parts:
+    """What an engine needs to make the model of `folder`."""
+    model, adapter = config.model, config.adapter
+    frozen_dtype = build.DTYPES[config.precision.name]
+
+    def start(built, engine):
+        if adapter.name != "full":
+            load.init_adapters(built, config.seed, engine.fill)
+        if adapter.name == "dora":
+            load.init_dora(built, engine.whole, engine.fill)
+
+    return Parts(
+        build=lambda trained: build.build_model(folder, model, adapter, attention, frozen_dtype, trained),
+        load=lambda built, device: load.load_weights(built, folder, device, model.allow_pickle),
+        optimizer=lambda built, library: build_optimizer(built, config.optimizer, library),
+        start=start)
+
+
+def open_session(config: Config, run_folder: Path, model_folder: str, strategy: str, gpus_per_node: int, attempt: int,
+                 group: dist.ProcessGroup, device: torch.device, rows: tuple[Rows | None, Rows | None],
+                 start_from: Path | None = None) -> Session:
+    """Build engine, data source and reporting, and go to where the newest complete checkpoint stands (collective).
+
+    Args:
+        start_from: checkpoint of another run whose weights a forked run begins with.
+    """
+    cut = resolve_batch(config.batch, dist.get_world_size(), config.data.seq_tokens)
+    tokenizer = load_tokenizer(model_folder)
+    attention = resolve_attention(config.model.attention, device.type)
+    flat = attention == "flash"
+    train_rows, eval_rows = rows
+    if train_rows is None:
+        source = StreamSource(StreamRows(data_sets(config), config.data, model_folder, seq_tokens=config.data.seq_tokens,
+                                         packing=config.data.packing, seed=config.seed), cut)
+    else:
+        source = PreparedSource(train_rows, config.seed, cut)
+    windows, most = source.num_windows(config.train.epochs), config.train.max_steps
+    num_steps = min(count for count in (windows, most) if count is not None)
+
+    engine = make_engine(config, strategy, gpus_per_node, cut, device)
+    engine.prepare(engine_parts(config, model_folder, attention))
+    head = LossHead(engine.model, config.train.loss, config.train.loss_chunk_tokens)
+    vocab = engine.model.config.get_text_config().vocab_size
+    probes.probe_loss(engine, head, vocab, config.precision.name, flat)
+    if config.data.packing:
+        probes.probe_packing(engine, vocab, config.precision.name, attention, flat)
+
+    checkpoints = run_folder / "checkpoints"
+    run_id = run_folder.name
+    position, last_saved = _restore(checkpoints, run_id, engine, source, group, start_from)
+    main = dist.get_rank() == 0
+    num_states = {"sgd": 1}.get(config.optimizer.name, 2)
+    if main:
+        checkpoint.require_space(checkpoints, checkpoint.checkpoint_bytes(engine, num_states), config.checkpoint.keep)
+    return Session(
+        config=config, folder=run_folder, run_id=run_id, group=group, cut=cut, engine=engine, head=head, source=source,
+        tokenizer=tokenizer, flat=flat, eval_rows=eval_rows, num_steps=num_steps,
+        peak_rate=peak_learning_rate(config.optimizer, config.adapter.name, cut.global_rows), attempt=attempt,
+        metrics=Metrics(run_folder, config.tracker, attempt, runs.read_config(run_folder)) if main else None,
+        progress=StepProgress(num_steps, position.step, show=main), stop=StopRequest(), position=position,
+        last_saved=last_saved)
+
+
+def _restore(checkpoints, run_id, engine, source, group, start_from):
+    """(position, step of the checkpoint it was read from); rank 0 chooses the checkpoint for all."""
+    choice = [None]
+    if dist.get_rank() == 0:
+        choice = [checkpoint.newest_complete(checkpoints, run_id)]
+    dist.broadcast_object_list(choice, src=0, group=group)
+    if choice[0] is None:
+        if start_from is not None:
+            checkpoint.load(start_from, engine, 0, with_states=False)
+        return checkpoint.Position(), None
+    position, state = checkpoint.read_position(choice[0])
+    checkpoint.load(choice[0], engine, position.num_updates)
+    try:
+        source.restore(state)
+    except (KeyError, AssertionError) as error:
+        raise CheckpointError(f"{choice[0]}: holds no position of this kind of data source ({error})") from error
+    LOG.info(f"resumed after step {position.step} from {choice[0].name}")
+    return position, position.step
