@@ -16,6 +16,7 @@ from torch import nn
 
 from tonnage.engines.base import Parts, StepOutcome, materialise
 from tonnage.models.build import DTYPES, full_shape
+from tonnage.runtime.logs import redirect
 
 
 def import_deepspeed(device: torch.device):
@@ -24,6 +25,7 @@ def import_deepspeed(device: torch.device):
         os.environ["DS_ACCELERATOR"] = "cpu"
     import deepspeed
 
+    redirect("DeepSpeed")
     # On CPU it would build a shared-memory op at start-up (32 s; a killed build leaves a lock that hangs later runs).
     # By name: the attribute deepspeed.comm.torch is torch itself.
     importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None

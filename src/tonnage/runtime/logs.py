@@ -30,9 +30,15 @@ def quiet_libraries() -> None:
     if not LOG.handlers:
         LOG.addHandler(_console())
     for name in ("py.warnings", *NOISY):
-        logger = logging.getLogger(name)
-        logger.addHandler(logging.NullHandler())
-        logger.propagate = False
+        redirect(name)
+
+
+def redirect(name: str) -> None:
+    """Send a library's logger to the log file alone; again after an import that gave it a handler of its own."""
+    logger = logging.getLogger(name)
+    files = [handler for handler in LOG.handlers if isinstance(handler, logging.FileHandler)]
+    logger.handlers = files or [logging.NullHandler()]
+    logger.propagate = False
 
 
 def log_to_folder(folder: Path, rank: int) -> None:
@@ -45,9 +51,7 @@ def log_to_folder(folder: Path, rank: int) -> None:
     LOG.addHandler(file)
     logging.getLogger().addHandler(file)
     for name in ("py.warnings", *NOISY):
-        logger = logging.getLogger(name)
-        logger.handlers = [file]
-        logger.propagate = False
+        redirect(name)
 
 
 def _console():
