@@ -186,12 +186,9 @@ def be_rank(command: CommandLine, config: Config, layout: rules.Layout, place) -
 
 
 def _attempt(folder):
-    import yaml
-
-    file = sorted((folder / "attempts").glob("*.yaml"))[-1]
-    facts = yaml.safe_load(file.read_text())
+    facts = runs.read_attempt(folder)
     start_from = facts["start_from"]
-    return int(file.stem), facts["model_folder"], Path(start_from) if start_from else None
+    return facts["number"], facts["model_folder"], Path(start_from) if start_from else None
 
 
 def _settle_status(folder, code):

@@ -104,3 +104,32 @@ def open_tiny(config, folder: str, rows=None, run_folder: Path | None = None, gr
 def whole_weights(engine) -> dict[str, torch.Tensor]:
     """Copies of all trained tensors by their plain names."""
     return {name: engine.whole(parameter).detach().clone() for name, parameter in engine.trained()}
+
+
+def make_chat_model(folder: Path) -> str:
+    """The tiny Llama with a tokenizer and chat template, as launch/train.py wants it."""
+    import toy_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    tokenizer = toy_tokenizers.byte_level()
+    tokenizer.save_pretrained(folder)
+    torch.manual_seed(0)
+    config = LlamaConfig(vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+                         num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256,
+                         eos_token_id=tokenizer.eos_token_id, bos_token_id=None)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return str(folder)
+
+
+def make_chats(file: Path, num_samples: int) -> str:
+    """Short chats of uneven length, one a line."""
+    import json
+
+    rng = np.random.default_rng(0)
+    words = ["the", "cat", "sat", "on", "mat", "yes", "no", "one", "two"]
+    with open(file, "w") as out:
+        for _ in range(num_samples):
+            texts = [" ".join(rng.choice(words, int(rng.integers(1, 9)))) for _ in range(2)]
+            messages = [{"role": role, "content": text} for role, text in zip(("user", "assistant"), texts, strict=True)]
+            out.write(json.dumps({"messages": messages}) + "\n")
+    return str(file)

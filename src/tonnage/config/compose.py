@@ -19,10 +19,10 @@ from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from pydantic import TypeAdapter, ValidationError
 
-from tonnage.config.schema import Config
+from tonnage.config.schema import Config, DataSet
 from tonnage.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -88,13 +88,10 @@ def compose_config(overrides: typing.Iterable[str], base: dict | None = None) ->
 def compose_mapping(overrides: typing.Iterable[str], base: dict | None = None) -> dict:
     """As `compose_config`, as plain nested dicts and before the types are checked."""
     overrides = list(overrides)
-    choices, values = {}, []
-    for key, value in _recipe_items(overrides) + _override_items(overrides):
-        if key in groups() and isinstance(value, str):
-            _require_choice(key, value)
-            choices[key] = value
-        else:
-            values.append((_checked_key(key), value))
+    (recipe_choices, recipe_values), (typed_choices, typed_values) = (
+        _choices_and_values(items) for items in (_recipe_items(overrides), _override_items(overrides)))
+    choices = recipe_choices | typed_choices
+    replaced = [group for group, choice in typed_choices.items() if recipe_choices.get(group) != choice]
     try:
         with initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
             composed = compose("config", overrides=[f"{group}={choice}" for group, choice in choices.items()])
@@ -102,17 +99,29 @@ def compose_mapping(overrides: typing.Iterable[str], base: dict | None = None) -
         OmegaConf.set_struct(config, False)
         for group in choices:
             config[group] = composed[group]
-        for key, value in values:
+        for key, value in recipe_values:
+            group, _, rest = key.partition(".")
+            # what a preset chosen on the command line states goes over what the recipe says
+            if not (group in replaced and rest in composed[group]):
+                OmegaConf.update(config, key, value, merge=False)
+        for key, value in typed_values:
             OmegaConf.update(config, key, value, merge=False)
         return OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+    except MissingMandatoryValue as error:
+        raise ConfigError(f"{error.full_key}: must be given; add {error.full_key}=...") from error
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(_first_line(error)) from error
 
 
 def expand_sweep(overrides: typing.Iterable[str]) -> list[list[str]]:
     """The cross product of comma-separated values: one list of overrides a run."""
-    axes = [[f"{override.get_key_element()}={value}" for value in override.sweep_string_iterator()]
-            if override.is_sweep_override() else [override.input_line] for override in _parse(overrides)]
+    axes = []
+    for override in _parse(overrides):
+        try:
+            axes.append([f"{override.get_key_element()}={value}" for value in override.sweep_string_iterator()]
+                        if override.is_sweep_override() else [override.input_line])
+        except HydraException as error:  # glob()
+            raise ConfigError(f"{override.input_line}: name the values, as in {override.key_or_group}=a,b") from error
     return [list(point) for point in itertools.product(*axes)]
 
 
@@ -130,8 +139,6 @@ def to_schema(mapping: dict) -> Config:
             name, annotation = _field_at(fault["loc"])
             if annotation is None:
                 lines[name] = f"{name}: no such key{_did_you_mean(name)}"
-            elif fault["type"] == "value_error":
-                lines[name] = f"{name}={fault['input']!r}: {fault['ctx']['error']}"
             else:
                 lines[name] = f"{name}={_value_at(mapping, name)!r}: must be {describe_type(annotation)}"
         raise ConfigError("\n".join(lines.values())) from error
@@ -162,7 +169,8 @@ def describe_type(annotation: Any) -> str:
     if origin in (typing.Union, types.UnionType):
         return ", or ".join(describe_type(arg) for arg in args)
     if origin is list:
-        return f"a list of {describe_type(args[0]).removeprefix('a ')}s"
+        return f"a list of {describe_type(args[0]).removeprefix('a ').replace('mapping of', 'mappings of')}" + (
+            "" if dataclasses.is_dataclass(args[0]) else "s")
     if origin is tuple:
         return f"{len(args)} values, each {describe_type(args[0])}"
     if origin is dict:
@@ -174,10 +182,25 @@ def describe_type(annotation: Any) -> str:
 
 
 def _parse(overrides):
-    try:
-        return OverridesParser.create().parse_overrides(list(overrides))
-    except HydraException as error:
-        raise ConfigError(f"{_first_line(error)}; the form is key=value") from error
+    parser, parsed = OverridesParser.create(), []
+    for word in overrides:
+        try:
+            parsed.append(parser.parse_override(word))
+        except HydraException as error:
+            raise ConfigError(f"{word}: cannot be read ({_first_line(error)}); the form is key=value, a value with "
+                              f"special characters goes in quotes: 'key=\"value\"'") from error
+    return parsed
+
+
+def _choices_and_values(items):
+    choices, values = {}, []
+    for key, value in items:
+        if key in groups() and isinstance(value, str):
+            _require_choice(key, value)
+            choices[key] = value
+        else:
+            values.append((_checked_key(key), value))
+    return choices, values
 
 
 def _override_items(overrides):
@@ -239,6 +262,9 @@ def _require_choice(group, choice):
 def _did_you_mean(name):
     names = list(schema_fields()) + list(ALIASES) + list(groups())
     near = difflib.get_close_matches(name, names, n=3, cutoff=0.6)
+    if name.startswith("data.sets."):
+        near = [f"data.sets.{name.split('.')[2]}.{known}" for known in difflib.get_close_matches(
+            name.rsplit(".", 1)[-1], [item.name for item in dataclasses.fields(DataSet)], n=1)]
     # a right last word in the wrong section is a near miss too: learning_rate -> optimizer.learning_rate
     tail = name.rsplit(".", 1)[-1]
     near += [known for known in names if known.rsplit(".", 1)[-1] == tail and known not in near]
@@ -254,6 +280,11 @@ def _field_at(location):
     """(dotted name, annotation or None) of pydantic's error location, which also names members of unions."""
     cls, names, annotation = Config, [], None
     for part in location:
+        if isinstance(part, int) and typing.get_origin(annotation) is list:
+            annotation = typing.get_args(annotation)[0]
+            cls = annotation if dataclasses.is_dataclass(annotation) else None
+            names.append(str(part))
+            continue
         items = {item.name: item for item in dataclasses.fields(cls)} if cls else {}
         if part in items:
             annotation = items[part].type
@@ -268,7 +299,10 @@ def _field_at(location):
 
 def _value_at(mapping, name):
     for part in name.split("."):
-        mapping = mapping.get(part) if isinstance(mapping, dict) else None
+        if isinstance(mapping, list):
+            mapping = mapping[int(part)]
+        else:
+            mapping = mapping.get(part) if isinstance(mapping, dict) else None
     return mapping
 
 

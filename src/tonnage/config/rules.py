@@ -104,6 +104,8 @@ def _shard_rules(config, gpus, per_node, strategy):
 def freeze(config: Config, layout: Layout) -> Config:
     """What config.yaml keeps: the global batch is fixed, how it is cut is left to each attempt."""
     batch = replace(config.batch, accumulation_steps="auto", global_rows=layout.cut.global_rows or "auto")
+    if config.batch.accumulation_steps != "auto":
+        batch = replace(batch, micro_rows=layout.cut.micro_rows)  # which gives the steps that were asked for
     return replace(config, batch=batch, dry_run=False)
 
 

@@ -7,14 +7,23 @@ what it finds into messages that name the key.
 from dataclasses import field
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import BeforeValidator, ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
+
+def _no_switch(value):
+    """pydantic takes true for 1: `checkpoint.every_steps=true` would save after each step."""
+    if isinstance(value, bool):
+        raise ValueError("a switch (true or false) is no number")
+    return value
+
+
+NUMBER = BeforeValidator(_no_switch)
 Auto = Literal["auto"]
-Count = Annotated[int, Field(ge=1)]
-Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
-Positive = Annotated[float, Field(gt=0.0)]
-NonNegative = Annotated[float, Field(ge=0.0)]
+Count = Annotated[int, Field(ge=1), NUMBER]
+Fraction = Annotated[float, Field(ge=0.0, le=1.0), NUMBER]
+Positive = Annotated[float, Field(gt=0.0), NUMBER]
+NonNegative = Annotated[float, Field(ge=0.0), NUMBER]
 
 STRATEGIES = ("auto", "ddp", "zero0", "zero1", "zero2", "zero3", "fsdp", "hsdp")
 
@@ -109,7 +118,8 @@ class Optimizer:
 @section
 class Schedule:
     name: Literal["constant", "linear", "cosine", "wsd"] = key("cosine", "shape of the learning rate after warm-up")
-    warmup_steps: Annotated[int, Field(ge=0)] | Auto = key("auto", "steps of linear warm-up; auto is 3 % of the run")
+    warmup_steps: Annotated[int, Field(ge=0), NUMBER] | Auto = key("auto", "steps of linear warm-up; auto is 3 % of the "
+                                                                          "run")
     final_fraction: Fraction = key(0.1, "learning rate at the last step, relative to the peak")
     decay_fraction: Fraction = key(0.2, "wsd: share of the run that decays at the end")
 

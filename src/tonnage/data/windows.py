@@ -37,11 +37,12 @@ def epoch_order(fingerprint: str, seed: int, epoch: int, weights: np.ndarray) ->
 
 def _turn(members, share, fingerprint, seed, epoch):
     """The `share` of `members` whose turn it is: successive slices of one fixed shuffle, so that each gets its turn."""
-    count = round(share * len(members))
-    if not count:
+    if not share:
         return members[:0]
     order = np.random.default_rng(_seed(fingerprint, seed, "turns")).permutation(members)
-    return np.take(order, np.arange(epoch * count, (epoch + 1) * count), mode="wrap")
+    # ends are rounded, not sizes: one row of weight 0.5 has its turn every other epoch, not never
+    first, end = (round(number * share * len(members)) for number in (epoch, epoch + 1))
+    return np.take(order, np.arange(first, end), mode="wrap")
 
 
 def _seed(*parts):

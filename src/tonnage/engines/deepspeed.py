@@ -167,9 +167,13 @@ class DeepSpeedEngine:
 
     def fill(self, parameter: nn.Parameter, tensor: torch.Tensor) -> None:
         if self.stage == 3:
+            from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+
             part = self._part(parameter, tensor)
             self.deepspeed.utils.safe_set_local_fp32_param(parameter, part)
             parameter.ds_tensor.data.copy_(part)
+            if parameter.ds_status == ZeroParamStatus.AVAILABLE:  # small ones are kept whole on every rank
+                parameter.data.copy_(tensor)
             return
         if self.stage > 0:
             self.deepspeed.utils.safe_set_full_fp32_param(parameter, tensor.to(self.device, torch.float32))

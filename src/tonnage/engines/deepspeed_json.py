@@ -20,6 +20,9 @@ TOP_LEVEL_KEYS = frozenset("""
     use_data_before_expert_parallelism wandb wall_clock_breakdown zero_allow_comm_data_type_fp32
     zero_allow_untested_optimizer zero_force_ds_cpu_optimizer zero_optimization""".split())
 
+TYPED_KEYS = {"train_batch_size": "batch.global_rows", "optimizer": "optimizer", "scheduler": "schedule",
+              "amp": "precision", "torch_autocast": "precision"}
+
 
 def deepspeed_json(config: Config, stage: int, micro_rows: int) -> dict[str, Any]:
     """What `deepspeed.initialize` is given; plain ints, floats, bools, texts and dicts.
@@ -41,10 +44,11 @@ def deepspeed_json(config: Config, stage: int, micro_rows: int) -> dict[str, Any
         "steps_per_print": 2**31,
         "wall_clock_breakdown": False,
     }
-    if precision == "bf16":
-        generated["bf16"] = {"enabled": True}
+    # said also where they are off, so that strategy.extra cannot switch them on
+    generated["bf16"] = {"enabled": precision == "bf16"}
+    generated["fp16"] = {"enabled": precision == "fp16"}
     if precision == "fp16":
-        generated["fp16"] = {"enabled": True, "loss_scale": 0.0, "initial_scale_power": 16}
+        generated["fp16"] |= {"loss_scale": 0.0, "initial_scale_power": 16}
     if precision != "fp32":
         # sums in 16 bits lose small gradients: 1,024 ones add up to 256 in bf16
         generated["data_types"] = {"grad_accum_dtype": "fp32"}
@@ -68,6 +72,8 @@ def _zero(config, stage):
 
 def _check_keys(extra):
     for name in extra:
+        if name in TYPED_KEYS:
+            raise ConfigError(f"strategy.extra.{name}: is decided by {TYPED_KEYS[name]}; set that instead")
         if name not in TOP_LEVEL_KEYS:
             near = difflib.get_close_matches(name, TOP_LEVEL_KEYS, n=1)
             raise ConfigError(f"strategy.extra.{name}: DeepSpeed has no such key"

@@ -71,7 +71,11 @@ class FsdpEngine:
         fully_shard(model, **options)
 
     def forward(self, **inputs) -> Any:
-        return self.model(**inputs)
+        output = self.model(**inputs)
+        if not torch.is_grad_enabled():
+            # the root stays gathered for a backward that does not come: memory, and stale once weights are filled
+            self.model.reshard()
+        return output
 
     def backward(self, loss: torch.Tensor, last: bool) -> None:
         if self.replicas > 1:

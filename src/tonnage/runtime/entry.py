@@ -1,11 +1,12 @@
 """The last frame of every command: errors become one clear text and an exit code, never a traceback on the console."""
 
+import difflib
 import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-from tonnage.errors import TonnageError
+from tonnage.errors import ConfigError, TonnageError
 from tonnage.runtime.logs import LOG
 
 
@@ -44,3 +45,22 @@ def report_fault(error: Exception) -> None:
     text = (str(error).strip() or repr(error)).splitlines()[0]
     print(f"fault: {type(error).__name__}: {text}\n{where}; please report it with the command line",
           file=sys.stderr, flush=True)
+
+
+def read_options(argv: list[str], defaults: dict, choices: dict[str, tuple[str, ...]]) -> dict:
+    """`key=value` words over `defaults`, for commands with a handful of keys of their own.
+
+    Raises:
+        ConfigError: an unknown key (with the nearest) or choice.
+    """
+    options = dict(defaults)
+    for word in argv:
+        name, separator, value = word.partition("=")
+        if not separator or name not in defaults:
+            near = difflib.get_close_matches(name, defaults, n=1)
+            raise ConfigError(f"{word}: no such key" + (f"; did you mean {near[0]}=?" if near else
+                                                        f"; there are {', '.join(defaults)}, as key=value"))
+        if value not in choices.get(name, (value,)):
+            raise ConfigError(f"{word}: must be {' or '.join(choices[name])}")
+        options[name] = value
+    return options

@@ -61,9 +61,25 @@ def read_config(folder: Path) -> dict:
 
 def add_attempt(folder: Path, facts: dict) -> int:
     """Write attempts/NNN.yaml with the next number, which is returned."""
-    number = 1 + max((int(file.stem) for file in (folder / "attempts").glob("*.yaml")), default=0)
+    number = 1 + _last_attempt(folder)
     _write_new(folder / "attempts" / f"{number:03d}.yaml", yaml.safe_dump(redacted(facts), sort_keys=False))
     return number
+
+
+def read_attempt(folder: Path, number: int | None = None) -> dict:
+    """The facts of one attempt, by default the last, with its `number`.
+
+    Raises:
+        ConfigError: the run was never started.
+    """
+    number = number or _last_attempt(folder)
+    if number == 0:
+        raise ConfigError(f"run={folder}: was never started; go on with it by launch/train.py run={folder}")
+    return yaml.safe_load((folder / "attempts" / f"{number:03d}.yaml").read_text()) | {"number": number}
+
+
+def _last_attempt(folder):
+    return max((int(file.stem) for file in (folder / "attempts").glob("*.yaml")), default=0)
 
 
 def write_status(folder: Path, state: str, message: str, **facts) -> None:

@@ -130,9 +130,12 @@ def load(path: Path, engine: Engine, num_updates: int, with_states: bool = True)
             engine.fill_states(parameter, tensors.states(name), num_updates)
 
 
-def rotate(folder: Path, run_id: str, newest: int, best_step: int | None, every_steps: int | None) -> None:
-    """Remove this run's checkpoints but the `newest` newest, the best and each `every_steps`-th."""
-    own = [path for path in sorted(folder.glob("step-*")) if _run_id(path) == run_id]
+def rotate(saved: Path, run_id: str, newest: int, best_step: int | None, every_steps: int | None) -> None:
+    """Remove this run's checkpoints but the `newest` newest up to `saved`, the best and each `every_steps`-th.
+
+    What has a higher step than the one just saved was passed over as broken when the run went on; it counts for none.
+    """
+    own = [path for path in sorted(saved.parent.glob("step-*")) if path.name <= saved.name and _run_id(path) == run_id]
     for path in own[:-newest]:
         step = int(path.name.removeprefix("step-"))
         if step != best_step and not (every_steps and step % every_steps == 0):
@@ -173,7 +176,7 @@ def _agree(group, action: Callable, collective: bool = False) -> list:
         mine = (action(), None)
     except OSError as error:
         mine = (None, f"{error.strerror or error} ({error.filename or 'checkpoint'})")
-    except CheckpointError as error:
+    except (CheckpointError, SafetensorError) as error:  # safetensors reports a full disk in its own way
         mine = (None, str(error))
     everyone = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyone, mine, group=group)
@@ -305,7 +308,7 @@ def _fault(path, run_id):
         json.loads((path / "trainer.json").read_text())
     except FileNotFoundError as error:
         return f"{Path(error.filename).name} is missing"
-    except (ValueError, KeyError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         return f"its manifest or trainer.json cannot be read ({error})"
     return None
 
@@ -313,5 +316,5 @@ def _fault(path, run_id):
 def _run_id(path):
     try:
         return json.loads((path / "manifest.json").read_text())["run_id"]
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, KeyError, TypeError):
         return None

@@ -127,4 +127,4 @@ def _save(s):
     if s.rank == 0:
         keep = s.config.checkpoint
         best = s.position.best_step if keep.keep_best else None
-        checkpoint.rotate(path.parent, s.run_id, keep.keep, best, keep.keep_every_steps)
+        checkpoint.rotate(path, s.run_id, keep.keep, best, keep.keep_every_steps)

@@ -5,6 +5,7 @@ from torch import nn
 
 from tonnage.config.schema import Optimizer
 from tonnage.errors import ConfigError
+from tonnage.models.build import full_shape
 
 
 def parameter_groups(model: nn.Module, optimizer: Optimizer) -> list[dict]:
@@ -12,11 +13,14 @@ def parameter_groups(model: nn.Module, optimizer: Optimizer) -> list[dict]:
 
     `decay_all=true` puts everything in the first. Groups are never empty.
     """
-    embeddings = {id(parameter) for parameter in model.get_input_embeddings().parameters()}
+    embeddings = {id(parameter) for module in model.modules() if isinstance(module, nn.Embedding)
+                  for parameter in module.parameters(recurse=False)}
     decayed, plain = [], []
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            exempt = parameter.ndim < 2 or id(parameter) in embeddings or name.endswith(".bias") or "norm" in name
+            # under ZeRO-3 a parameter itself is empty and flat
+            exempt = (len(full_shape(parameter)) < 2 or id(parameter) in embeddings or name.endswith(".bias")
+                      or "norm" in name)
             (plain if exempt and not optimizer.decay_all else decayed).append(parameter)
     groups = [{"params": decayed, "weight_decay": optimizer.weight_decay}, {"params": plain, "weight_decay": 0.0}]
     return [group for group in groups if group["params"]]

@@ -43,10 +43,7 @@ def train_run(start, group: dist.ProcessGroup, layout: Layout, device: torch.dev
 
 def run_config(folder: Path, attempt: int) -> Config:
     """What a run's config.yaml and the overrides of one attempt make."""
-    import yaml
-
-    facts = yaml.safe_load((folder / "attempts" / f"{attempt:03d}.yaml").read_text())
-    return compose_config(facts["overrides"], runs.read_config(folder))
+    return compose_config(runs.read_attempt(folder, attempt)["overrides"], runs.read_config(folder))
 
 
 def _train(s: Session, layout: Layout, rows) -> int:

@@ -1,0 +1,94 @@
+"""The registry of what combines with what: every cell is either legal or refused with choices that are legal."""
+
+import itertools
+import re
+from dataclasses import replace
+
+import pytest
+
+from tonnage.config.compose import compose_config
+from tonnage.config.rules import resolve_layout
+from tonnage.config.schema import STRATEGIES, Adapter, Model, Optimizer, Precision, Strategy
+from tonnage.errors import ConfigError
+from tonnage.facts.capabilities import AXES, CAPABILITIES, violations
+
+DEFAULTS = {"precision": "bf16", "offload": "none", "adapter": "lora", "optimizer": "adamw", "compile": False}
+CHOICES = {"precision": ("bf16", "fp32", "fp16"), "offload": ("none", "optimizer", "all", "nvme"),
+           "adapter": ("full", "lora", "dora", "rslora"), "optimizer": ("adamw", "adamw8bit", "sgd"),
+           "compile": (False, True)}
+CELLS = [(strategy, axis, value) for strategy in CAPABILITIES for axis, values in CHOICES.items() for value in values]
+
+
+def config_of(strategy, chosen):
+    config = compose_config([])
+    return replace(config, precision=Precision(name=chosen["precision"]), adapter=Adapter(name=chosen["adapter"]),
+                   strategy=Strategy(name=strategy, offload=chosen["offload"], nvme_path="/nvme"),
+                   optimizer=Optimizer(name=chosen["optimizer"]), model=Model(path="auto", compile=chosen["compile"]))
+
+
+def legal(strategy, chosen):
+    return all(value in getattr(CAPABILITIES[strategy], axis) for axis, value in chosen.items())
+
+
+def alternatives(message):
+    """The (strategy, axis, value) that a message offers: other values here, or the same values elsewhere."""
+    offer = message.split("; use ")[1]
+    axis_of = {key: axis for axis, key in AXES.items()}
+    for key, value in re.findall(r"([a-z.]+)=([a-z0-9|]+)", offer):
+        if key == "strategy":
+            yield from ((strategy, None, None) for strategy in value.split("|"))
+        else:
+            value = {"true": True, "false": False}.get(value, value) if key == "model.compile" else value
+            yield None, axis_of[key], value
+
+
+def test_the_registry_has_a_row_for_every_strategy_and_only_choices_that_exist():
+    assert set(CAPABILITIES) == set(STRATEGIES) - {"auto"}
+    for strategy, row in CAPABILITIES.items():
+        assert row.engine == ("deepspeed" if strategy.startswith("zero") else "fsdp")
+        for axis, values in CHOICES.items():
+            assert getattr(row, axis) and set(getattr(row, axis)) <= set(values)
+
+
+def test_what_is_known_not_to_work_is_not_in_the_registry():
+    assert CAPABILITIES["zero0"].precision == ("fp32",)  # sums bf16 gradients in bf16
+    assert all(CAPABILITIES[f"zero{stage}"].compile == (False,) for stage in range(4))
+    assert all("all" not in CAPABILITIES[name].offload for name in ("ddp", "zero0", "zero1", "zero2"))
+    assert [name for name, row in CAPABILITIES.items() if "nvme" in row.offload] == ["zero3"]
+
+
+@pytest.mark.parametrize("strategy", CAPABILITIES)
+def test_every_legal_cell_is_accepted_and_every_other_refused_with_legal_alternatives(strategy):
+    base = DEFAULTS | {"precision": CAPABILITIES[strategy].precision[0]}
+    for _, axis, value in (cell for cell in CELLS if cell[0] == strategy):
+        chosen = base | {axis: value}
+        if value in getattr(CAPABILITIES[strategy], axis):
+            assert violations(strategy, chosen) == []
+            assert resolve_layout(config_of(strategy, chosen), 4, "cuda", 4, False).strategy == strategy
+            continue
+        with pytest.raises(ConfigError) as error:
+            resolve_layout(config_of(strategy, chosen), 4, "cuda", 4, False)
+        message, = str(error.value).splitlines()
+        assert message.startswith(f"{AXES[axis]}={str(value).lower()}: not with strategy={strategy} (")
+        offered = list(alternatives(message))
+        assert offered
+        for other, other_axis, other_value in offered:
+            assert legal(other or strategy, chosen if other else chosen | {other_axis: other_value})
+
+
+def test_a_strategy_is_offered_only_if_it_runs_everything_that_was_chosen():
+    for strategy, values in itertools.product(CAPABILITIES, itertools.product(*CHOICES.values())):
+        chosen = dict(zip(CHOICES, values, strict=True))
+        messages = violations(strategy, chosen)
+        assert (messages == []) == legal(strategy, chosen)
+        for message in messages:
+            others = [other for other, _, _ in alternatives(message) if other]
+            assert set(others) == {other for other in CAPABILITIES if legal(other, chosen)}
+
+
+def test_the_schema_offers_what_the_registry_speaks_of():
+    for axis, values in CHOICES.items():
+        section = {"compile": "model", "offload": "strategy"}.get(axis, axis)
+        field = {"compile": "compile", "offload": "offload"}.get(axis, "name")
+        for value in values:
+            assert getattr(getattr(compose_config([f"{section}.{field}={str(value).lower()}"]), section), field) == value

@@ -1,0 +1,73 @@
+"""Rows to tensors: what is learnt at which position, padding, empty micro-batches, the flat layout."""
+
+import numpy as np
+import torch
+
+from tonnage.data.collate import collate
+from tonnage.data.pack import Row
+
+PAD = 99
+
+
+def row(tokens, labels, positions=None):
+    positions = range(len(tokens)) if positions is None else positions
+    return Row(*(np.array(list(values), np.int32) for values in (tokens, labels, positions)))
+
+
+def learnt(batch):
+    """{(row, position): target}."""
+    width = batch.input_ids_BT.shape[1]
+    return {divmod(index, width): target
+            for index, target in zip(batch.label_index_N.tolist(), batch.targets_N.tolist(), strict=True)}
+
+
+def test_a_position_learns_the_next_token_and_the_first_label_of_a_row_has_no_position():
+    batch = collate([row([5, 6, 7, 8], [5, -100, 7, 8])], PAD)
+    assert learnt(batch) == {(0, 1): 7, (0, 2): 8}
+    assert (batch.num_label_tokens, batch.num_input_tokens) == (2, 4)
+    assert batch.input_ids_BT.tolist() == [[5, 6, 7, 8]] and batch.position_ids_BT.tolist() == [[0, 1, 2, 3]]
+
+
+def test_padding_is_on_the_right_learns_nothing_and_counts_its_own_positions():
+    batch = collate([row([5, 6], [-100, 6]), row([1, 2, 3, 4, 5], [-100, 2, 3, 4, 5])], PAD)
+    assert batch.input_ids_BT.tolist() == [[5, 6, PAD, PAD, PAD], [1, 2, 3, 4, 5]]
+    assert batch.position_ids_BT.tolist() == [[0, 1, 0, 1, 2], [0, 1, 2, 3, 4]]
+    # the end of the short row does not learn the padding, nor the first token of the next row
+    assert learnt(batch) == {(0, 0): 6, (1, 0): 2, (1, 1): 3, (1, 2): 4, (1, 3): 5}
+    assert batch.num_input_tokens == 7
+
+
+def test_a_label_that_equals_the_padding_token_is_still_learnt():
+    assert learnt(collate([row([5, PAD], [-100, PAD]), row([1, 2, 3], [-100] * 3)], PAD)) == {(0, 0): PAD}
+
+
+def test_packed_samples_do_not_learn_each_others_first_token():
+    packed = row([5, 6, 7, 8, 9], [-100, 6, 7, -100, 9], [0, 1, 2, 0, 1])
+    batch = collate([packed], PAD)
+    assert learnt(batch) == {(0, 0): 6, (0, 1): 7, (0, 3): 9}
+    assert batch.position_ids_BT.tolist() == [[0, 1, 2, 0, 1]]
+
+
+def test_an_empty_micro_batch_has_a_forward_to_run_and_nothing_to_learn():
+    for flat in (False, True):
+        batch = collate([], PAD, flat)
+        assert batch.input_ids_BT.shape == (1, 2) and batch.position_ids_BT.tolist() == [[0, 1]]
+        assert batch.num_input_tokens == batch.num_label_tokens == len(batch.label_index_N) == len(batch.targets_N) == 0
+
+
+def test_flat_lays_rows_end_to_end_and_learns_the_same():
+    rows = [row([5, 6, 7], [5, 6, 7]), row([1, 2], [-100, 2]), row([3], [-100])]
+    flat, padded = collate(rows, PAD, flat=True), collate(rows, PAD)
+    assert flat.input_ids_BT.tolist() == [[5, 6, 7, 1, 2, 3]]
+    assert flat.position_ids_BT.tolist() == [[0, 1, 2, 0, 1, 0]]
+    assert learnt(flat) == {(0, 0): 6, (0, 1): 7, (0, 3): 2}
+    assert flat.targets_N.tolist() == padded.targets_N.tolist() == [6, 7, 2]
+    assert flat.num_input_tokens == padded.num_input_tokens == 6
+
+
+def test_tensors_are_int64_and_move_with_their_counts():
+    batch = collate([row([5, 6], [5, 6])], PAD)
+    moved = batch.to(torch.device("cpu"))
+    for one in (batch, moved):
+        assert {t.dtype for t in (one.input_ids_BT, one.position_ids_BT, one.label_index_N, one.targets_N)} == {torch.int64}
+    assert (moved.num_input_tokens, moved.num_label_tokens) == (2, 1)
