@@ -26,7 +26,8 @@ from tiny import GLOBAL_ROWS, RaggedRows, config_for, make_model, open_tiny, who
 from tonnage.data.windows import Cursor, Windows, cut_window, epoch_order  # noqa: E402
 
 STRATEGIES = ("ddp", "zero0", "zero1", "zero2", "zero3", "fsdp")
-RATES = {"sgd": 0.5, "adamw": 0.01}
+# updates large against the rounding of w_after - w_before, small enough not to amplify differences
+RATES = {"sgd": 2.0, "adamw": 0.01}
 # relative; AdamW divides by the gradient's own size, which amplifies the noise of gradients near zero
 TOLERANCE = {"loss": 1e-5, "norm": 1e-5, "sgd": 1e-5, "adamw": 1e-4}
 # bf16 against the fp32 reference; updates are not judged there

@@ -18,10 +18,11 @@ CHOICES = {"precision": ("bf16", "fp32", "fp16"), "offload": ("none", "optimizer
            "compile": (False, True)}
 CELLS = [(strategy, axis, value) for strategy in CAPABILITIES for axis, values in CHOICES.items() for value in values]
 
+BASE = compose_config([])
+
 
 def config_of(strategy, chosen):
-    config = compose_config([])
-    return replace(config, precision=Precision(name=chosen["precision"]), adapter=Adapter(name=chosen["adapter"]),
+    return replace(BASE, precision=Precision(name=chosen["precision"]), adapter=Adapter(name=chosen["adapter"]),
                    strategy=Strategy(name=strategy, offload=chosen["offload"], nvme_path="/nvme"),
                    optimizer=Optimizer(name=chosen["optimizer"]), model=Model(path="auto", compile=chosen["compile"]))
 

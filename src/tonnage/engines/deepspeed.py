@@ -16,7 +16,7 @@ from torch import nn
 
 from tonnage.engines.base import Parts, StepOutcome, materialise
 from tonnage.models.build import DTYPES, full_shape
-from tonnage.runtime.logs import redirect
+from tonnage.runtime.logs import library_prints, redirect
 
 
 def import_deepspeed(device: torch.device):
@@ -60,8 +60,9 @@ class DeepSpeedEngine:
         parts.load(model, home)
         materialise(model, home)
         optimizer = parts.optimizer(model, "bitsandbytes")
-        self.core, self.optimizer, _, _ = self.deepspeed.initialize(model=model, optimizer=optimizer,
-                                                                    config=self.settings, dist_init_required=False)
+        with library_prints():
+            self.core, self.optimizer, _, _ = self.deepspeed.initialize(
+                model=model, optimizer=optimizer, config=self.settings, dist_init_required=False)
         self.model = self.core.module
         self._make_states()
         parts.start(model, self)

@@ -1,9 +1,12 @@
 """Logging: our own lines on the console of rank 0, everything of every library in logs/rank-N.log."""
 
+import io
 import logging
 import os
 import sys
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 
 from tonnage.runtime.driver import driver_present
@@ -25,7 +28,7 @@ def quiet_libraries() -> None:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     logging.captureWarnings(True)
     warnings.simplefilter("default")
-    LOG.setLevel(logging.INFO)
+    LOG.setLevel(logging.DEBUG)
     LOG.propagate = False
     if not LOG.handlers:
         LOG.addHandler(_console())
@@ -41,9 +44,19 @@ def redirect(name: str) -> None:
     logger.propagate = False
 
 
+@contextmanager
+def library_prints() -> Iterator[None]:
+    """Send what libraries print to the log file instead of the console."""
+    text = io.StringIO()
+    with redirect_stdout(text):
+        yield
+    LOG.debug(text.getvalue())
+
+
 def log_to_folder(folder: Path, rank: int) -> None:
     """From now on write everything to logs/rank-N.log; ranks other than 0 leave the console alone."""
     file = logging.FileHandler(folder / "logs" / f"rank-{rank}.log")
+    file.setLevel(logging.DEBUG)
     file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     for handler in list(LOG.handlers):
         if rank != 0:
@@ -56,5 +69,6 @@ def log_to_folder(folder: Path, rank: int) -> None:
 
 def _console():
     handler = logging.StreamHandler(sys.stdout)
+    handler.setLevel(logging.INFO)
     handler.setFormatter(logging.Formatter("%(message)s"))
     return handler

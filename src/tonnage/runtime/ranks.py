@@ -177,7 +177,7 @@ def _start_rank(script, argv, rank, gpus, port, run_folder):
 def _watch(ranks, signals):
     """Wait for the ranks; when one fails, give the others a moment to end by themselves, then stop them."""
     deadline, code = None, 0
-    while any(process.poll() is None for process in ranks):
+    while None in [process.poll() for process in ranks]:  # every rank is asked, the first that runs hides no other
         while signals:
             received = signals.pop(0)
             for process in ranks:

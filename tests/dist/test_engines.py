@@ -1,0 +1,349 @@
+"""What every engine must do besides learning the same: resume anywhere, survive NaN, discard, clip, evaluate."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from tiny import RaggedRows, config_for, open_tiny, whole_weights
+
+from tonnage.train import checkpoint, loop
+
+STRATEGIES = ("ddp", "zero0", "zero1", "zero2", "zero3", "fsdp")
+SHARDED = ("zero1", "zero2", "zero3", "fsdp")
+
+
+def states(engine):
+    """Weights and optimizer states by name."""
+    found = whole_weights(engine)
+    for name, parameter in engine.trained():
+        found |= {f"{name}|{key}": value.clone() for key, value in engine.whole_states(parameter).items()}
+    return found
+
+
+def equal(one, other):
+    return one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
+
+
+def furthest(one, other):
+    assert one.keys() == other.keys()
+    return max(float((one[key] - other[key]).norm() / other[key].norm().clamp_min(1e-12)) for key in one)
+
+
+# ---- resume ------------------------------------------------------------------------------------------------------
+
+def train_from_to(folder, strategy, adapter, micro, run_folder, until, epochs=2, precision="fp32"):
+    """Go on from the newest checkpoint in `run_folder` to step `until`, save there; returns (losses, states)."""
+    config = config_for(strategy, f"adapter={adapter}", f"batch.micro_rows={micro}", f"train.epochs={epochs}",
+                        f"precision={precision}", "optimizer.learning_rate=0.01")
+    s = open_tiny(config, folder, run_folder=Path(run_folder))
+    newest = checkpoint.newest_complete(Path(run_folder), "tiny")
+    if newest:
+        s.position, state = checkpoint.read_position(newest)
+        checkpoint.load(newest, s.engine, s.position.num_updates)
+        s.source.restore(state)
+    s.num_steps = until
+    s.last_saved = until  # the loop's own save is not wanted
+    loop.train(s)
+    checkpoint.save(Path(run_folder), s.engine, s.position, "tiny", s.source.state(), dist.group.WORLD)
+    found = [line["loss"] for line in s.metrics.lines], states(s.engine)
+    s.engine.close()
+    return found
+
+
+@pytest.mark.parametrize("strategy, adapter, precision", [
+    ("ddp", "lora", "fp32"), ("zero0", "full", "fp32"), ("zero1", "full", "bf16"), ("zero2", "lora", "fp32"),
+    ("zero3", "full", "fp32"), ("zero3", "lora", "bf16"), ("fsdp", "full", "bf16"), ("fsdp", "lora", "fp32")])
+def test_a_resumed_run_is_byte_equal_at_any_step(pools, tiny_folder, tmp_path, strategy, adapter, precision):
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    _, expected = pools(2).run(train_from_to, tiny_folder, strategy, adapter, 2, str(whole), 6, 2, precision)[0]
+    for stop in (1, 2, 3, 5):
+        part = tmp_path / f"part-{stop}"
+        part.mkdir()
+        pools(2).run(train_from_to, tiny_folder, strategy, adapter, 2, str(part), stop, 2, precision)
+        _, found = pools(2).run(train_from_to, tiny_folder, strategy, adapter, 2, str(part), 6, 2, precision)[0]
+        assert equal(found, expected), f"stopped after step {stop}"
+
+
+@pytest.mark.parametrize("adapter", ["full", "lora"])
+@pytest.mark.parametrize("first, second", [
+    (("zero1", 2, 2), ("zero3", 3, 1)), (("zero3", 3, 2), ("fsdp", 2, 4)), (("fsdp", 2, 2), ("ddp", 1, 2)),
+    (("ddp", 3, 1), ("zero2", 2, 2)), (("zero2", 2, 1), ("zero0", 1, 4)), (("zero0", 2, 2), ("zero3", 2, 1))])
+def test_a_run_goes_on_with_another_engine_layout_and_micro_batch(pools, tiny_folder, tmp_path, adapter, first, second):
+    whole, moved = tmp_path / "whole", tmp_path / "moved"
+    whole.mkdir(), moved.mkdir()
+    losses, expected = pools(1).run(train_from_to, tiny_folder, "ddp", adapter, 4, str(whole), 5)[0]
+    strategy, world, micro = first
+    pools(world).run(train_from_to, tiny_folder, strategy, adapter, micro, str(moved), 2)
+    strategy, world, micro = second
+    found_losses, found = pools(world).run(train_from_to, tiny_folder, strategy, adapter, micro, str(moved), 5)[0]
+    assert found_losses == pytest.approx(losses[2:], rel=1e-5)
+    weights = [name for name in expected if "|" not in name]
+    assert furthest({name: found[name] for name in weights}, {name: expected[name] for name in weights}) < 1e-4
+
+
+# ---- non-finite gradients ----------------------------------------------------------------------------------------
+
+def train_with_nan(folder, strategy, precision):
+    """Window 2 has a NaN on the last rank's first micro-batch; returns what happened around it."""
+    s = open_tiny(config_for(strategy, "adapter=full", f"precision={precision}", "batch.micro_rows=2", "train.epochs=2"), folder)
+    seen, honest = {}, s.engine.backward
+
+    def poisoned(loss, last):
+        if s.position.step == 1 and dist.get_rank() == dist.get_world_size() - 1 and not seen.get("done"):
+            seen["done"], loss = True, loss * math.nan
+        honest(loss, last)
+
+    s.engine.backward = poisoned
+    before, lines = [], s.metrics.lines
+    s.num_steps = 4
+    s.last_saved = 4
+    for until in (1, 2, 3):
+        s.num_steps = until
+        s.last_saved = until
+        loop.train(s)
+        before.append(states(s.engine))
+    applied = [line["applied"] for line in lines]
+    norms = [line["grad_norm"] for line in lines]
+    s.engine.close()
+    return applied, norms, equal(before[0], before[1]), all(v.isfinite().all() for v in before[2].values())
+
+
+@pytest.mark.parametrize("strategy, precision", [(name, "fp32") for name in STRATEGIES] + [
+    (name, "bf16") for name in ("ddp", "zero1", "zero2", "zero3", "fsdp")])
+def test_a_nan_gradient_never_touches_the_weights(pools, tiny_folder, strategy, precision):
+    for applied, norms, untouched, finite in pools(2).run(train_with_nan, tiny_folder, strategy, precision):
+        assert applied == [True, False, True]
+        assert not math.isfinite(norms[1]) and math.isfinite(norms[2])
+        assert untouched and finite
+
+
+def train_on_nan_only(folder):
+    from tonnage.errors import TrainingError
+
+    s = open_tiny(config_for("fsdp", "train.max_nonfinite_steps=2", "train.epochs=2"), folder)
+    honest = s.engine.backward
+    s.engine.backward = lambda loss, last: honest(loss * math.nan, last)
+    try:
+        loop.train(s)
+    except TrainingError as error:
+        return s.position.step, str(error)
+
+
+def test_the_run_stops_after_a_set_number_of_nonfinite_steps(pools, tiny_folder):
+    for step, message in pools(2).run(train_on_nan_only, tiny_folder):
+        assert step == 2 and message.startswith("train.max_nonfinite_steps=2")
+
+
+# ---- discard -----------------------------------------------------------------------------------------------------
+
+def train_discarding(folder, strategy, adapter, thrown):
+    """Throw `thrown` micro-batches of window 2 away, then do the window again; returns the final states."""
+    from tonnage.data.collate import collate
+    from tonnage.data.windows import cut_window
+    from tonnage.train.loss import loss_sum
+
+    s = open_tiny(config_for(strategy, f"adapter={adapter}", "batch.micro_rows=1"), folder)
+    s.num_steps = s.last_saved = 1
+    loop.train(s)
+    rows, _ = s.source.next(s.position.cursor)
+    micros = cut_window([len(row.tokens) for row in rows], s.world_size, 1)[s.rank]
+    for micro in micros[:thrown]:
+        batch = collate([rows[i] for i in micro], 0)
+        s.engine.backward(loss_sum(s.engine.forward, s.head, batch), last=False)
+    if thrown:
+        s.engine.discard()
+    s.num_steps = s.last_saved = 3
+    loop.train(s)
+    found = states(s.engine)
+    s.engine.close()
+    return found
+
+
+@pytest.mark.parametrize("adapter", ["full", "lora"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_discarded_window_leaves_no_trace(pools, tiny_folder, strategy, adapter):
+    expected = pools(2).run(train_discarding, tiny_folder, strategy, adapter, 0)[0]
+    for thrown in (1, 2):
+        assert equal(pools(2).run(train_discarding, tiny_folder, strategy, adapter, thrown)[0], expected)
+
+
+# ---- clipping, evaluation, checkpointing of activations ------------------------------------------------------------
+
+def one_update(folder, strategy, clip):
+    s = open_tiny(config_for(strategy, "adapter=full", "optimizer=sgd", "optimizer.learning_rate=1", "optimizer.momentum=0",
+                             f"optimizer.clip_norm={clip}"), folder)
+    before = whole_weights(s.engine)
+    s.num_steps = s.last_saved = 1
+    loop.train(s)
+    after = whole_weights(s.engine)
+    size = math.sqrt(sum(float(((after[name] - before[name]).double() ** 2).sum()) for name in after))
+    norm = s.metrics.lines[0]["grad_norm"]
+    s.engine.close()
+    return size, norm
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_clipping_bounds_the_update_and_none_is_off(pools, tiny_folder, strategy):
+    for size, norm in pools(2).run(one_update, tiny_folder, strategy, 0.01):
+        assert size == pytest.approx(0.01, rel=1e-3) and norm > 0.02
+    for size, norm in pools(2).run(one_update, tiny_folder, strategy, "null"):
+        assert size == pytest.approx(norm, rel=1e-3)
+
+
+def losses_at_rate_zero(folder, strategy):
+    from tonnage.train.evaluate import evaluate
+
+    rows = RaggedRows(5, seed=3)
+    s = open_tiny(config_for(strategy, "optimizer.learning_rate=1e-30", "batch.micro_rows=2"), folder, rows)
+    held_out = evaluate(s.engine, s.head, rows, 5, 2, 0, False, dist.group.WORLD)
+    loop.train(s)
+    trained = s.metrics.lines[0]["loss"]
+    s.engine.close()
+    return held_out, trained
+
+
+@pytest.mark.parametrize("strategy, world", [("ddp", 1), ("zero3", 2), ("fsdp", 3), ("zero1", 3)])
+def test_held_out_and_training_loss_agree_on_the_same_rows(pools, tiny_folder, strategy, world):
+    for held_out, trained in pools(world).run(losses_at_rate_zero, tiny_folder, strategy):
+        assert held_out == pytest.approx(trained, rel=1e-5)
+
+
+def train_three(folder, strategy, *overrides):
+    s = open_tiny(config_for(strategy, "optimizer.learning_rate=0.01", *overrides), folder)
+    loop.train(s)
+    found = [line["loss"] for line in s.metrics.lines], whole_weights(s.engine)
+    s.engine.close()
+    return found
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero2", "zero3", "fsdp"])
+@pytest.mark.parametrize("adapter", ["full", "lora"])
+def test_activation_checkpointing_changes_nothing(pools, tiny_folder, strategy, adapter):
+    plain = pools(2).run(train_three, tiny_folder, strategy, f"adapter={adapter}")[0]
+    again = pools(2).run(train_three, tiny_folder, strategy, f"adapter={adapter}", "model.activation_checkpointing=full")[0]
+    assert again[0] == pytest.approx(plain[0], rel=1e-6)
+    assert furthest(again[1], plain[1]) < 1e-5
+
+
+@pytest.mark.parametrize("adapter", ["dora", "rslora"])
+def test_other_adapters_do_not_depend_on_the_layout(pools, tiny_folder, adapter):
+    losses, weights = pools(1).run(train_three, tiny_folder, "ddp", f"adapter={adapter}")[0]
+    for strategy in ("zero3", "fsdp"):
+        found_losses, found = pools(2).run(train_three, tiny_folder, strategy, f"adapter={adapter}")[0]
+        assert found_losses == pytest.approx(losses, rel=1e-5)
+        assert furthest(found, weights) < 1e-4
+
+
+@pytest.mark.parametrize("strategy, loss", [("zero3", "plain"), ("fsdp", "plain")])
+def test_plain_and_chunked_loss_train_alike(pools, tiny_folder, strategy, loss):
+    chunked = pools(2).run(train_three, tiny_folder, strategy, "adapter=full")[0]
+    plain = pools(2).run(train_three, tiny_folder, strategy, "adapter=full", f"train.loss={loss}")[0]
+    assert furthest(plain[1], chunked[1]) < 1e-4
+
+
+def test_hsdp_on_four_ranks(pools, tiny_folder):
+    losses, weights = pools(1).run(train_three, tiny_folder, "ddp", "adapter=full")[0]
+    for found_losses, found in pools(4).run(train_three, tiny_folder, "hsdp", "adapter=full", "batch.micro_rows=1"):
+        assert found_losses == pytest.approx(losses, rel=1e-5)
+        assert furthest(found, weights) < 1e-4
+
+
+@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+@pytest.mark.parametrize("offload", ["optimizer", "all"])
+def test_offload_to_host_memory_learns_the_same(pools, tiny_folder, strategy, offload):
+    if offload == "all" and strategy != "zero3":
+        return
+    losses, weights = pools(1).run(train_three, tiny_folder, "ddp", "adapter=full")[0]
+    found_losses, found = pools(2).run(train_three, tiny_folder, strategy, "adapter=full", f"strategy.offload={offload}")[0]
+    assert found_losses == pytest.approx(losses, rel=1e-5)
+    assert furthest(found, weights) < 1e-4
+
+
+# ---- fp16 ----------------------------------------------------------------------------------------------------------
+
+def train_fp16(folder, strategy):
+    s = open_tiny(config_for(strategy, "precision=fp16", "adapter=lora", "train.epochs=6"), folder)
+    loop.train(s)
+    lines = s.metrics.lines
+    dtypes = {tensor.dtype for tensor in whole_weights(s.engine).values()}
+    s.engine.close()
+    return [line["applied"] for line in lines], [line["loss"] for line in lines], dtypes
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero2", "fsdp"])
+def test_fp16_scales_the_loss_and_skips_overflows(pools, tiny_folder, strategy):
+    for applied, losses, dtypes in pools(2).run(train_fp16, tiny_folder, strategy):
+        assert applied[-6:] == [True] * 6  # the scale has come down to where nothing overflows
+        assert all(map(math.isfinite, losses)) and dtypes == {torch.float32}
+
+
+# ---- sharding really happens, ranks differ where they should ---------------------------------------------------------
+
+def held_sizes(folder, strategy):
+    s = open_tiny(config_for(strategy, "adapter=lora"), folder)
+    held = 0
+    for parameter in s.engine.model.parameters():
+        if hasattr(parameter, "ds_tensor"):
+            assert parameter.numel() == 0
+            held += parameter.ds_tensor.numel()
+        else:
+            held += parameter.to_local().numel() if hasattr(parameter, "to_local") else parameter.numel()
+    whole = sum(math.prod(getattr(p, "ds_shape", p.shape)) for p in s.engine.model.parameters())
+    s.engine.close()
+    return held, whole
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "fsdp"])
+def test_each_rank_holds_its_part_of_frozen_weights_too(pools, tiny_folder, strategy):
+    for held, whole in pools(2).run(held_sizes, tiny_folder, strategy):
+        assert 0.45 < held / whole < 0.6
+
+
+def first_draws(folder):
+    s = open_tiny(config_for("ddp", "adapter=lora"), folder)
+    loop.seed_window(0, 1, s.rank)
+    draw = torch.rand(4)
+    loop.seed_window(0, 1, s.rank)
+    again = torch.rand(4)
+    start = whole_weights(s.engine)
+    s.engine.close()
+    return draw, again, start
+
+
+def test_dropout_differs_between_ranks_and_adapters_start_equal(pools, tiny_folder):
+    (one, again, start), (other, _, other_start) = pools(2).run(first_draws, tiny_folder)
+    assert not torch.equal(one, other) and torch.equal(one, again)
+    assert equal(start, other_start) and all(t.abs().sum() > 0 for n, t in start.items() if "lora_A" in n)
+
+
+# ---- checkpoints ------------------------------------------------------------------------------------------------------
+
+def save_lora(folder, strategy, run_folder):
+    s = open_tiny(config_for(strategy, "adapter=lora"), folder, run_folder=Path(run_folder))
+    s.num_steps = s.last_saved = 2
+    loop.train(s)
+    gathered, honest = [], s.engine.whole
+
+    def counted(parameter):
+        tensor = honest(parameter)
+        gathered.append(tensor.numel())
+        return tensor
+
+    s.engine.whole = counted
+    path = checkpoint.save(Path(run_folder), s.engine, s.position, "tiny", s.source.state(), dist.group.WORLD)
+    num_gathered = sum(gathered)
+    found = whole_weights(s.engine)
+    s.engine.close()
+    return str(path), num_gathered, found
+
+
+@pytest.mark.parametrize("strategy", SHARDED)
+def test_a_saved_adapter_is_whole_and_nothing_frozen_is_gathered(pools, tiny_folder, tmp_path, strategy):
+    path, gathered, found = pools(2).run(save_lora, tiny_folder, strategy, str(tmp_path))[0]
+    stored = checkpoint.StoredTensors(Path(path))
+    assert set(stored.names()) == set(found)
+    assert all(torch.equal(stored[name], found[name]) for name in found)
+    assert gathered == sum(tensor.numel() for tensor in found.values())
