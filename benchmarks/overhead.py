@@ -322,8 +322,8 @@ def summarise(strategy, precision, session, difference, step_s, parts) -> dict:
     medians = {side: statistics.median(values) for side, values in step_s.items()}
     overhead = medians["tonnage"] / medians["bare"] - 1
     fastest = min(step_s["tonnage"]) / min(step_s["bare"]) - 1
-    print(f"\nstrategy={strategy} precision={precision}: loss {session.head.kind}, window of {session.cut.global_rows} rows "
-          f"in micro-batches of {session.cut.micro_rows}; first losses differ by {difference:.1g}")
+    print(f"\nstrategy={strategy} precision={precision}: loss {session.head.kind}, window of {session.cut.global_rows} "
+          f"rows in micro-batches of {session.cut.micro_rows}; first losses differ by {difference:.1g}")
     print(f"  {'ms a step':12}{'min':>10}{'median':>10}{'max':>10}")
     for side, name in (("tonnage", "Tonnage"), ("bare", "bare")):
         values = step_s[side]

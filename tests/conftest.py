@@ -39,3 +39,11 @@ def tied_folder(tmp_path_factory):
     from tiny import make_model
 
     return make_model(tmp_path_factory.mktemp("tied"), tied=True)
+
+
+@pytest.fixture(scope="session")
+def wide_folder(tmp_path_factory):
+    """One whose matrices are large enough for 8-bit states (4,096 elements of a shard and more)."""
+    from tiny import make_model
+
+    return make_model(tmp_path_factory.mktemp("wide"), hidden=96)

@@ -262,6 +262,34 @@ def test_offload_to_host_memory_learns_the_same(pools, tiny_folder, strategy, of
     assert furthest(found, weights) < 1e-4
 
 
+def train_8bit(folder, strategy, run_folder, until):
+    """As train_from_to, with 8-bit states."""
+    config = config_for(strategy, "adapter=full", "optimizer=adamw8bit", "optimizer.learning_rate=0.001",
+                        "train.epochs=2")
+    s = open_tiny(config, folder, run_folder=Path(run_folder))
+    newest = checkpoint.newest_complete(Path(run_folder), "tiny")
+    if newest:
+        s.position, _ = checkpoint.read_position(newest)
+        checkpoint.load(newest, s.engine, s.position.num_updates)
+    s.num_steps = s.last_saved = until
+    loop.train(s)
+    checkpoint.save(Path(run_folder), s.engine, s.position, "tiny", s.source.state(), dist.group.WORLD)
+    kinds = {type(value.to_local()).__name__ for state in s.engine.optimizer.state.values()
+             for name, value in state.items() if name == "exp_avg"}
+    found = [line["loss"] for line in s.metrics.lines], whole_weights(s.engine), kinds
+    s.engine.close()
+    return found
+
+
+def test_eight_bit_states_follow_adamw_and_survive_a_resume(pools, wide_folder, tmp_path):
+    losses, _ = pools(2).run(train_three, wide_folder, "fsdp", "adapter=full", "train.epochs=2", "optimizer.learning_rate=0.001")[0]
+    found, weights, kinds = pools(2).run(train_8bit, wide_folder, "fsdp", str(tmp_path), 4, timeout_s=600)[0]
+    assert "OptimState8bit" in kinds
+    assert found == pytest.approx(losses[:4], rel=2e-2)
+    resumed, *_ = pools(2).run(train_8bit, wide_folder, "fsdp", str(tmp_path), 6)[0]
+    assert resumed == pytest.approx(losses[4:], rel=2e-2)
+
+
 # ---- fp16 ----------------------------------------------------------------------------------------------------------
 
 def train_fp16(folder, strategy):

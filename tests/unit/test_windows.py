@@ -19,6 +19,7 @@ def walk(source, cursor=None, epochs=1):
     cursor, seen = cursor or Cursor(), []
     while cursor.epoch < epochs:
         rows, behind = source.next(cursor)
+        assert len(rows)  # or it would never end
         seen.append((cursor, rows.tolist()))
         cursor = behind
     return seen

@@ -26,13 +26,13 @@ class Parts:
 
     `build(trained_dtype)`: the empty model, called under the engine's own device context.
     `load(model, device)`: its weights, once parameters are spread.
-    `optimizer(model, eight_bit_library)`: over the trained parameters.
+    `optimizer(model)`: over the trained parameters.
     `start(model, engine)`: what is trained from the beginning (adapters), by the engine's `whole` and `fill`.
     """
 
     build: Callable[[torch.dtype], nn.Module]
     load: Callable[[nn.Module, torch.device], None]
-    optimizer: Callable[[nn.Module, str], torch.optim.Optimizer]
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer]
     start: Callable[[nn.Module, "Engine"], None]
 
 
@@ -43,6 +43,15 @@ def materialise(model: nn.Module, device: torch.device) -> None:
             if parameter is not None and parameter.device.type == "meta":
                 empty = torch.zeros_like(parameter, device=device)
                 module._parameters[name] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+
+
+def set_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
+    """Set the learning rate of every group; compiled optimizers hold it in a tensor."""
+    for group in optimizer.param_groups:
+        if torch.is_tensor(group["lr"]):
+            group["lr"].fill_(learning_rate)
+        else:
+            group["lr"] = learning_rate
 
 
 class Engine(Protocol):

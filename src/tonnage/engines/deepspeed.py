@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tonnage.engines.base import Parts, StepOutcome, materialise
+from tonnage.engines.base import Parts, StepOutcome, materialise, set_rate
 from tonnage.models.build import DTYPES, full_shape
 from tonnage.runtime.logs import library_prints, redirect
 
@@ -59,7 +59,7 @@ class DeepSpeedEngine:
         home = torch.device("cpu") if self.stage == 3 else self.device
         parts.load(model, home)
         materialise(model, home)
-        optimizer = parts.optimizer(model, "bitsandbytes")
+        optimizer = parts.optimizer(model)
         with library_prints():
             self.core, self.optimizer, _, _ = self.deepspeed.initialize(
                 model=model, optimizer=optimizer, config=self.settings, dist_init_required=False)
@@ -102,8 +102,7 @@ class DeepSpeedEngine:
         self.core.backward(loss, scale_wrt_gas=False)
 
     def step(self, learning_rate: float) -> StepOutcome:
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate
+        set_rate(self.optimizer, learning_rate)
         if self.stage == 0:
             return self._plain_step()
         self.core.step()

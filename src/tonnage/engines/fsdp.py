@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from tonnage.engines.base import Parts, StepOutcome, materialise
+from tonnage.engines.base import Parts, StepOutcome, materialise, set_rate
 from tonnage.models.build import DTYPES, decoder_layers
 
 INITIAL_LOSS_SCALE = 2.0**16
@@ -48,7 +48,7 @@ class FsdpEngine:
         materialise(model, home)
         self.model = model
         parts.start(model, self)
-        self.optimizer = parts.optimizer(model, "torchao")
+        self.optimizer = parts.optimizer(model)
 
     def _shard(self, model):
         """fully_shard each decoder layer, an untied embedding, then the rest."""
@@ -93,8 +93,7 @@ class FsdpEngine:
                 scale *= min(1.0, self.clip_norm / (float(norm) + 1e-6))
             if scale != 1.0:
                 torch._foreach_mul_(gradients, scale)
-            for group in self.optimizer.param_groups:
-                group["lr"] = learning_rate
+            set_rate(self.optimizer, learning_rate)
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         if self.precision == "fp16":
@@ -134,16 +133,18 @@ class FsdpEngine:
 
     def whole_states(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
         states = self.optimizer.state.get(parameter, {})
-        return {name: _whole(value).float() for name, value in states.items()
+        return {name: _whole(_dequantised(value)).float() for name, value in states.items()
                 if torch.is_tensor(value) and value.shape == parameter.shape}
 
     def fill_states(self, parameter: nn.Parameter, states: dict[str, torch.Tensor], num_steps: int) -> None:
         own = self.optimizer.state[parameter]
+        eight_bit = hasattr(self.optimizer, "_new_buffer")  # torchao: it quantises what is copied in
         for name, tensor in states.items():
-            own[name] = torch.zeros_like(parameter)
-            own[name].copy_(_part(tensor, parameter))
+            own[name] = (self.optimizer._new_buffer(parameter, signed=name == "exp_avg") if eight_bit else
+                         torch.zeros_like(parameter))
+            _local(own[name]).copy_(_local(_part(tensor, parameter)))
         if "exp_avg" in states:
-            own["step"] = torch.tensor(float(num_steps), device=parameter.device)
+            own["step"] = torch.tensor(float(num_steps), device="cpu" if eight_bit else parameter.device)
 
     def close(self) -> None:
         del self.model, self.optimizer
@@ -152,6 +153,22 @@ class FsdpEngine:
 def _total_norm(gradients):
     norm = torch.nn.utils.get_total_norm(gradients)
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
+def _local(tensor):
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _dequantised(state):
+    """An 8-bit state as fp32, otherwise what it is."""
+    local = _local(state)
+    if not hasattr(local, "dequantize") or type(local) is torch.Tensor:
+        return state
+    plain = local.dequantize()
+    if not isinstance(state, DTensor):
+        return plain
+    return DTensor.from_local(plain, state.device_mesh, state.placements, run_check=False, shape=state.shape,
+                              stride=state.stride())
 
 
 def _whole(tensor):

@@ -4,7 +4,6 @@ import torch
 from torch import nn
 
 from tonnage.config.schema import Optimizer
-from tonnage.errors import ConfigError
 from tonnage.models.build import full_shape
 
 
@@ -26,11 +25,11 @@ def parameter_groups(model: nn.Module, optimizer: Optimizer) -> list[dict]:
     return [group for group in groups if group["params"]]
 
 
-def build_optimizer(model: nn.Module, optimizer: Optimizer, eight_bit: str = "torchao") -> torch.optim.Optimizer:
+def build_optimizer(model: nn.Module, optimizer: Optimizer) -> torch.optim.Optimizer:
     """The torch optimizer of `optimizer` over `model`'s trained parameters.
 
-    Args:
-        eight_bit: library of the 8-bit AdamW: bitsandbytes, or torchao where parameters are DTensors.
+    The 8-bit AdamW is torchao's, whose states are tensors of their own kind and work in DTensors, where bitsandbytes'
+    fail. Source: https://arxiv.org/abs/2110.02861
     """
     groups = parameter_groups(model, optimizer)
     # the loop sets the rate before each step; some libraries step once on zero gradients while they set up
@@ -39,12 +38,6 @@ def build_optimizer(model: nn.Module, optimizer: Optimizer, eight_bit: str = "to
         return torch.optim.SGD(groups, lr=0.0, momentum=optimizer.momentum)
     if optimizer.name == "adamw":
         return torch.optim.AdamW(groups, **common, fused=True)
-    try:
-        if eight_bit == "bitsandbytes":
-            from bitsandbytes.optim import AdamW8bit
-        else:
-            from torchao.optim import AdamW8bit
-    except ImportError as error:
-        raise ConfigError(f"optimizer=adamw8bit: {eight_bit} cannot be imported ({error}); install it or use "
-                          f"optimizer=adamw") from error
+    from torchao.optim import AdamW8bit
+
     return AdamW8bit(groups, **common)

@@ -173,7 +173,7 @@ def engine_parts(config: Config, folder: str, attention: str) -> Parts:
     return Parts(
         build=lambda trained: build.build_model(folder, model, adapter, attention, frozen_dtype, trained),
         load=lambda built, device: load.load_weights(built, folder, device, model.allow_pickle),
-        optimizer=lambda built, library: build_optimizer(built, config.optimizer, library),
+        optimizer=lambda built: build_optimizer(built, config.optimizer),
         start=start)
 
 
