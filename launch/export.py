@@ -1,4 +1,4 @@
-"""Export a run: `python launch/export.py run=FOLDER [kind=adapter|merged] [which=newest|best|STEP] [dtype=bf16] [out=DIR]`."""
+"""Export a run: `python launch/export.py run=FOLDER [kind=adapter|merged] [which=newest|best|N] [dtype=bf16] [out=DIR]`."""
 
 import sys
 from pathlib import Path

@@ -236,13 +236,13 @@ def test_the_best_and_every_nth_are_kept_too(folder):
 
 
 def test_checkpoints_of_another_run_are_neither_removed_nor_counted(folder):
-    for step in (500, 600, 700):
+    for step in (5, 6, 500, 600):
         save(folder, step, run_id="run-b")
-    (folder / "step-00000800").mkdir()  # nobody's
-    for step in (1, 2, 3):
+    (folder / "step-00000007").mkdir()  # nobody's
+    for step in (11, 12, 13):
         saved = save(folder, step)
         rotate(saved, RUN, 1, None, None)
-        assert steps(folder) == [step, 500, 600, 700, 800]
+        assert steps(folder) == [5, 6, 7, step, 500, 600]
 
 
 def test_the_one_just_written_stays_where_a_broken_one_has_a_higher_step(folder):

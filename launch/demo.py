@@ -1,0 +1,29 @@
+"""`make demo`: fine-tune SmolLM2-135M on two CPU ranks or the GPUs at hand, export it, load the export again."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from tonnage.runtime.runs import now
+
+HERE = Path(__file__).parent
+
+
+def run(script: str, *words: str) -> None:
+    """Run a launch script; a failure ends the demo with its exit code."""
+    code = subprocess.run([sys.executable, str(HERE / script), *words], check=False).returncode
+    if code:
+        sys.exit(code)
+
+
+def main() -> None:
+    started = time.monotonic()
+    name = f"demo-{now():%Y%m%d-%H%M%S}"
+    run("train.py", "recipe=smollm2_lora_cpu", f"run.name={name}")
+    run("export.py", f"run=outputs/{name}")
+    print(f"demo: {time.monotonic() - started:.0f} s in all; the adapter is in outputs/{name}/export", flush=True)
+
+
+if __name__ == "__main__":
+    main()

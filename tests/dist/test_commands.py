@@ -1,0 +1,201 @@
+"""The commands as a user types them: launchers, resume, sweeps, and what is said when something is wrong."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from tiny import make_chat_model, make_chats
+
+from tonnage.errors import EXIT_USER_ERROR
+from tonnage.runtime.runs import read_status
+from tonnage.train.checkpoint import StoredTensors
+
+ROOT = Path(__file__).resolve().parents[2]
+BIN = Path(sys.executable).parent
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A folder with a tiny chat model and 20 chats."""
+    folder = tmp_path_factory.mktemp("commands")
+    make_chat_model(folder / "model")
+    make_chats(folder / "chats.jsonl", 20)
+    return folder
+
+
+def run(place, *words, starter=(sys.executable,), script="train.py", env=None):
+    """The finished process of `starter launch/script words`."""
+    clean = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "OMP_NUM_THREADS")}
+    environment = clean | {"TONNAGE_CACHE": str(place / "cache"), "HF_HUB_OFFLINE": "1"} | (env or {})
+    return subprocess.run([*starter, str(ROOT / "launch" / script), *words], capture_output=True, text=True, cwd=place,
+                          timeout=240, env=environment)
+
+
+def tiny(place, *words):
+    """Overrides of a run of 4 steps on the tiny model."""
+    return ["model=custom", f"model.path={place}/model", "data=files", f"data.path={place}/chats.jsonl", "data.seq_tokens=64",
+            f"data.cache={place}/cache", "precision=fp32", "batch.global_rows=5", "tracker=none", f"run.root={place}/outputs",
+            *words]
+
+
+def weights(run_folder):
+    stored = StoredTensors(sorted((run_folder / "checkpoints").glob("step-*"))[-1])
+    return {name: stored[name] for name in stored.names()}
+
+
+def near(one, other, tolerance=1e-4):
+    return all((one[name] - other[name]).norm() <= tolerance * other[name].norm() for name in other)
+
+
+@pytest.fixture(scope="module")
+def finished(place):
+    """A finished run of one rank."""
+    done = run(place, *tiny(place, "run.name=finished", "strategy=ddp", "batch.micro_rows=5"))
+    assert done.returncode == 0, done.stderr
+    return place / "outputs" / "finished"
+
+
+def test_a_run_folder_says_what_happened(place, finished):
+    status = read_status(finished)
+    assert status["state"] == "done" and status["step"] == 4 and not status["resumable"]
+    lines = [json.loads(line) for line in (finished / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    assert yaml.safe_load((finished / "config.yaml").read_text())["batch"]["global_rows"] == 5
+    assert [file.name for file in (finished / "attempts").iterdir()] == ["001.yaml"]
+    assert (finished / "logs" / "rank-0.log").is_file()
+
+
+@pytest.mark.parametrize("name, starter, words", [
+    ("own", (sys.executable,), ["gpus=3", "strategy=fsdp"]),
+    ("torchrun", (str(BIN / "torchrun"), "--nproc-per-node", "3"), ["gpus=2", "strategy=zero2"]),
+    ("deepspeed", (str(BIN / "deepspeed"),), ["gpus=2"])])
+def test_every_launcher_learns_the_same(place, finished, name, starter, words):
+    done = run(place, *tiny(place, f"run.name={name}", "batch.micro_rows=1", *words), starter=starter,
+               env={"PATH": f"{BIN}:{os.environ['PATH']}"})
+    folder = place / "outputs" / name
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert read_status(folder)["state"] == "done"
+    assert [path.name for path in (place / "outputs").glob(f"{name}*")] == [name]
+    assert near(weights(folder), weights(finished))
+    if name == "torchrun":
+        assert "rank 2: not needed for gpus=2; stepping aside" in done.stdout
+    if name == "deepspeed":
+        layout = yaml.safe_load((folder / "attempts" / "001.yaml").read_text())["layout"]
+        assert (layout["strategy"], layout["gpus"]) == ("zero3", 2)
+
+
+def test_too_few_ranks_is_an_error_that_names_the_fix(place):
+    done = run(place, *tiny(place, "gpus=4"), starter=(str(BIN / "torchrun"), "--nproc-per-node", "2"))
+    assert done.returncode != 0
+    assert "gpus=4: torchrun started 2 ranks; start it with --nproc-per-node 4, or set gpus=2" in done.stderr
+
+
+def test_a_finished_run_refuses_and_a_changed_one_names_the_fork(place, finished):
+    again = run(place, f"run={finished}")
+    assert again.returncode == EXIT_USER_ERROR and "is finished" in again.stderr
+    changed = run(place, f"run={finished}", "seed=3", "optimizer.learning_rate=0.5")
+    assert changed.returncode == EXIT_USER_ERROR
+    assert "seed=3: was 0" in changed.stderr and "run.fork=true" in changed.stderr
+
+
+def test_a_fork_starts_from_the_weights_in_a_new_folder(place, finished):
+    done = run(place, f"run={finished}", "run.fork=true", "run.name=forked", "seed=3", "optimizer.learning_rate=1e-9")
+    assert done.returncode == 0, done.stderr
+    assert near(weights(place / "outputs" / "forked"), weights(finished), 1e-3)
+    assert yaml.safe_load((place / "outputs" / "forked" / "attempts" / "001.yaml").read_text())["forked_from"]
+
+
+def test_a_sweep_makes_a_run_for_each_point(place):
+    done = run(place, "-m", *tiny(place, "train.max_steps=1", "optimizer.learning_rate=1e-4,2e-4",
+                                  f"run.root={place}/sweep"))
+    assert done.returncode == 0, done.stderr
+    rates = [yaml.safe_load(file.read_text())["optimizer"]["learning_rate"] for file in (place / "sweep").glob("*/config.yaml")]
+    assert sorted(rates) == [1e-4, 2e-4]
+
+
+@pytest.mark.parametrize("kind", ["adapter", "merged"])
+def test_an_export_loads_and_generates(place, finished, kind):
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    done = run(place, f"run={finished}", f"kind={kind}", f"out={place}/{kind}", "dtype=fp32", script="export.py")
+    assert done.returncode == 0, done.stderr
+    assert "logits within" in done.stdout
+    model = AutoModelForCausalLM.from_pretrained(place / ("model" if kind == "adapter" else kind))
+    if kind == "adapter":
+        model = PeftModel.from_pretrained(model, place / kind)
+    prompt = torch.tensor([[5, 6, 7]])
+    assert model.generate(input_ids=prompt, max_new_tokens=2, min_new_tokens=2, do_sample=False).shape == (1, 5)
+    again = run(place, f"run={finished}", f"out={place}/{kind}", script="export.py")
+    assert again.returncode == EXIT_USER_ERROR and "exists" in again.stderr
+
+
+def test_new_tokens_are_trained_saved_and_exported_with_an_adapter(place):
+    from safetensors import safe_open
+
+    done = run(place, *tiny(place, "run.name=tokens", "model.new_tokens=['<|tide|>']", "strategy=zero3", "gpus=2"))
+    assert done.returncode == 0, done.stderr
+    stored = weights(place / "outputs" / "tokens")
+    rows = {name: tensor.shape[0] for name, tensor in stored.items() if "modules_to_save" in name}
+    assert len(rows) == 2 and len(set(rows.values())) == 1
+    done = run(place, f"run={place}/outputs/tokens", f"out={place}/tokens", script="export.py")
+    assert done.returncode == 0, done.stderr
+    with safe_open(place / "tokens" / "adapter_model.safetensors", "pt") as file:
+        assert any("embed_tokens" in name for name in file.keys())
+
+
+@pytest.mark.parametrize("change, expected", [
+    ("optimizer.learning_rat=1", "optimizer.learning_rat: no such key; did you mean optimizer.learning_rate"),
+    ("+optimizer.learning_rat=1", "optimizer.learning_rat: no such key; did you mean optimizer.learning_rate"),
+    ("batch.micro_rows=0", "batch.micro_rows=0: must be a whole number of at least 1, or auto"),
+    ("model=lama7b", "model=lama7b: no such choice; did you mean llama7b"),
+    ("data.path=nothing.jsonl", "nothing.jsonl"),
+    ("data.path=empty.jsonl", "empty.jsonl"),
+    ("data.path=bad.jsonl", "bad.jsonl:2"),
+    ("data.path=long.jsonl", "dropped"),
+    ("model.path=/nowhere/model", "model.path=/nowhere/model: no such folder or file"),
+    ("model.path=owner/name", "HF_TOKEN"),
+    ("batch.accumulation_steps=7", "nearest that agree"),
+    ("strategy=zero0 precision=bf16", "precision=bf16: not with strategy=zero0"),
+    ("device=cuda", "device=cuda: this machine has no GPU driver"),
+])
+def test_each_mistake_is_one_clear_error(place, change, expected):
+    (place / "empty.jsonl").write_text("")
+    good = (place / "chats.jsonl").read_text().splitlines()
+    (place / "bad.jsonl").write_text("\n".join([good[0], "{not json", good[1]]))
+    prompt = {"messages": [{"role": "user", "content": "cat " * 500}, {"role": "assistant", "content": "yes"}]}
+    (place / "long.jsonl").write_text("\n".join([json.dumps(prompt)] * 4))
+    before = set((place / "outputs").glob("*"))
+    done = run(place, *tiny(place, *change.split(" ")))
+    assert done.returncode == EXIT_USER_ERROR, done.stdout + done.stderr
+    assert expected in done.stderr and done.stderr.startswith("error: ")
+    assert "Traceback" not in done.stdout + done.stderr
+    assert set((place / "outputs").glob("*")) == before  # nothing half-made is left
+
+
+def test_broken_weights_are_named_before_anything_is_trained(place):
+    broken = place / "broken"
+    shutil.copytree(place / "model", broken, dirs_exist_ok=True)
+    (broken / "model.safetensors").write_bytes((broken / "model.safetensors").read_bytes()[:3000])
+    done = run(place, *tiny(place, f"model.path={broken}"))
+    assert done.returncode == EXIT_USER_ERROR and str(broken) in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small tmpfs needs root")
+def test_a_full_disk_is_told_before_the_first_step(place):
+    small = place / "small"
+    small.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=200k", "tmpfs", str(small)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("this machine does not allow mounts")
+    try:
+        done = run(place, *tiny(place, f"run.root={small}", "run.name=full", "adapter=full"))
+    finally:
+        subprocess.run(["umount", "-l", str(small)], check=True)
+    assert done.returncode == EXIT_USER_ERROR and "do not fit into" in done.stderr
