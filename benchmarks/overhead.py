@@ -11,8 +11,8 @@ the same: frozen weights and compute in the precision; gradient sums, trained we
 bf16: a bf16 copy of the adapter computes, gradients are added to fp32 ones after each micro-batch).
 
 Blocks of the same windows alternate, Tonnage bare Tonnage bare; the overhead is the ratio of the medians of their step
-times, with the target under 3 % (missing it is no failure). The ratio of the fastest blocks is printed too: on a
-machine that does something else as well it is the better one. The second table says where the time of a step goes;
+times, with the target under 3 % (missing it is no failure). The ratio of the fastest blocks is printed too; figures
+are only good from an idle machine, where both agree. The second table says where the time of a step goes;
 what is neither forward, backward nor step is the loop's own. CPU only, where every call ends before it returns.
 """
 

@@ -19,7 +19,10 @@ TRL under autocast. The dtypes of the parameters are read off the models and pri
 A measurement is a process of its own. Tonnage's is launch/train.py as a user starts it, timed by the step_s of its
 metrics.jsonl, which includes making the batch; TRL's goes from on_step_begin to on_step_end, which does not. Loading,
 saving and the first step (--warmup-steps) are not counted. Peak memory is the resident peak of the whole process
-as the kernel gives it at its end. Runs alternate, Tonnage TRL Tonnage TRL.
+as the kernel gives it at its end. Runs alternate, Tonnage TRL Tonnage TRL. The machine must be idle: threads that wait
+in turn for a core that is busy elsewhere slow a step several times, on whichever side it happens.
+
+On a CPU TRL's loss goes over every position; on GPUs with Triton, like Tonnage's, over those with labels only.
 
 TRL lives in an environment of its own, build/trl-venv, made on first use from benchmarks/trl_requirements.txt.
 """
@@ -102,7 +105,8 @@ def compare(args: argparse.Namespace) -> None:
         for repeat in range(args.repeats):
             for side in runs:
                 name = f"{side}-{mode}-{repeat}"
-                run = run_tonnage(args, mode, name) if side == "tonnage" else run_trl(args, mode, name, trl_python)
+                run = (run_tonnage(args, mode, name) if side == "tonnage" else
+                       run_trl(args, mode, name, trl_python, data[mode]["windows"]))
                 run |= figures(run["steps"][args.warmup_steps:]) | {"load_1m": round(os.getloadavg()[0], 2)}
                 runs[side].append(run)
                 print(f"{mode} {repeat + 1}/{args.repeats} {side:8}{run['label_tokens_per_s']:9.1f} label tokens/s"
@@ -188,9 +192,11 @@ def run_tonnage(args: argparse.Namespace, mode: str, name: str) -> dict:
     return {"steps": [{key: line[key] for key in names} for line in lines], "peak_gib": peak_gib}
 
 
-def run_trl(args: argparse.Namespace, mode: str, name: str, python: Path) -> dict:
+def run_trl(args: argparse.Namespace, mode: str, name: str, python: Path, windows: int) -> dict:
     """One run of SFTTrainer: its steps and peak memory, and what it says of itself."""
-    result, peak_gib = worker(python, "trl", spec(args, mode), args, name)
+    # Tonnage ends with the epoch, SFTTrainer's max_steps goes on into the next
+    steps = args.steps if args.steps and args.steps < windows else None
+    result, peak_gib = worker(python, "trl", spec(args, mode) | {"steps": steps}, args, name)
     return result | {"peak_gib": peak_gib}
 
 
@@ -285,8 +291,8 @@ def export_samples(what: dict) -> None:
                                   torch.float32)
     model.get_base_model().tie_weights()  # loading does it in a run
     write_result(what, {
-        "folder": folder, "samples": len(samples), "rows": len(rows), "label_tokens": int(rows.label_tokens.sum()),
-        "input_tokens": int(rows.input_tokens.sum()), "dtypes": describe_dtypes(model)})
+        "folder": folder, "samples": len(samples), "rows": len(rows), "windows": -(-len(rows) // what["global_rows"]),
+        "label_tokens": int(rows.label_tokens.sum()), "input_tokens": int(rows.input_tokens.sum()), "dtypes": describe_dtypes(model)})
 
 
 def train_with_trl(what: dict) -> None:

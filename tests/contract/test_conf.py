@@ -165,3 +165,10 @@ def test_as_deepspeed_starts_it_and_a_user_error_is_one_line_and_exit_code_2(tmp
     assert wrong.returncode == 2 and wrong.stdout == "" and wrong.stderr.count("\n") == 1
     assert wrong.stderr.startswith("error: optimizer.learning_rat: no such key; did you mean optimizer.learning_rate")
     assert list(Path(tmp_path).iterdir()) == []  # nothing is left behind
+
+
+def test_the_configuration_page_is_up_to_date():
+    from tonnage.config.compose import ROOT
+    from tonnage.config.docs import config_markdown
+
+    assert (ROOT / "docs" / "config.md").read_text() == config_markdown(), "run make docs"

@@ -35,7 +35,7 @@ def refusal(*overrides):
 def test_defaults_are_a_complete_run():
     config = compose_config([])
     assert (config.model.name, config.adapter.name, config.strategy.name) == ("smollm2_135m", "lora", "auto")
-    assert config.data.path == "recipes/data/harbour_train.jsonl" and config.data.seq_tokens == 2048
+    assert config.data.path == str(module.ROOT / "recipes/data/harbour_train.jsonl") and config.data.seq_tokens == 2048
 
 
 def test_recipe_goes_over_defaults_and_command_line_over_recipe(recipe):

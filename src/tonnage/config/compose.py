@@ -82,7 +82,7 @@ def compose_config(overrides: typing.Iterable[str], base: dict | None = None) ->
         ConfigError: a key that does not exist (with the nearest that does), a value of the wrong type, an unknown
             choice or recipe, a value that is still missing.
     """
-    return to_schema(compose_mapping(overrides, base))
+    return with_absolute_paths(to_schema(compose_mapping(overrides, base)))
 
 
 def compose_mapping(overrides: typing.Iterable[str], base: dict | None = None) -> dict:
@@ -98,7 +98,8 @@ def compose_mapping(overrides: typing.Iterable[str], base: dict | None = None) -
         config = composed if base is None else OmegaConf.create(base)
         OmegaConf.set_struct(config, False)
         for group in choices:
-            config[group] = composed[group]
+            # what the preset does not state stays: over a former run's config that is the run's own
+            config[group] = OmegaConf.merge(config[group], composed[group])
         for key, value in recipe_values:
             group, _, rest = key.partition(".")
             # what a preset chosen on the command line states goes over what the recipe says
@@ -111,6 +112,25 @@ def compose_mapping(overrides: typing.Iterable[str], base: dict | None = None) -
         raise ConfigError(f"{error.full_key}: must be given; add {error.full_key}=...") from error
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(_first_line(error)) from error
+
+
+def with_absolute_paths(config: Config) -> Config:
+    """`config` with local paths made absolute, so that a run goes on from any working directory.
+
+    A relative path is looked for here, then in the repository (the data and recipes it ships).
+    """
+    replace = dataclasses.replace
+    data = replace(config.data, path=_absolute(config.data.path), chat_template=_absolute(config.data.chat_template),
+                   sets=[replace(one, path=_absolute(one.path)) for one in config.data.sets])
+    return replace(config, data=data, eval=replace(config.eval, path=_absolute(config.eval.path)),
+                   model=replace(config.model, path=_absolute(config.model.path)))
+
+
+def _absolute(path):
+    for place in (Path.cwd(), ROOT):
+        if path and (place / path).exists():
+            return str((place / path).resolve())
+    return path
 
 
 def expand_sweep(overrides: typing.Iterable[str]) -> list[list[str]]:
@@ -222,7 +242,13 @@ def _recipe_items(overrides):
     file = RECIPES / f"{names[-1]}.yaml"
     if not file.is_file():
         raise ConfigError(f"recipe={names[-1]}: no such recipe{_nearest(str(names[-1]), recipes())}")
-    return list(_flatten(yaml.safe_load(file.read_text()) or {}))
+    try:
+        mapping = yaml.safe_load(file.read_text()) or {}
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{file}: not YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(mapping, dict):
+        raise ConfigError(f"{file}: must be a mapping of keys to values")
+    return list(_flatten(mapping))
 
 
 def _flatten(mapping, prefix=""):

@@ -10,36 +10,44 @@ ALL_ADAPTERS = ("full", "lora", "dora", "rslora")
 ALL_OPTIMIZERS = ("adamw", "adamw8bit", "sgd")
 
 
+EVERY_PRECISION = ("bf16", "fp32", "fp16")
+PLAIN_OPTIMIZERS = ("adamw", "sgd")
+
+# why a strategy leaves something out, by axis
+DEEPSPEED_WHY = {
+    "compile": "DeepSpeed's hooks break compiled graphs",
+    "optimizer": "8-bit states of DeepSpeed's flat partitions cannot be read back per tensor, so not be saved",
+    "offload": "stages 1 and 2 can move optimizer states to the host, stage 0 nothing",
+    "precision": "DeepSpeed sums bf16 gradients in bf16 at stage 0; stages 1 to 3 sum them in fp32",
+}
+FSDP_WHY = {"offload": "FSDP2 moves weights, gradients and optimizer states to the host together"}
+
+
 @dataclass(frozen=True)
 class Capability:
     """What one strategy runs. `engine` is the module of engines/ behind it; `why` says what keeps the rest out."""
 
     engine: str
-    precision: tuple[str, ...]
-    offload: tuple[str, ...]
+    why: dict[str, str]
+    precision: tuple[str, ...] = EVERY_PRECISION
+    offload: tuple[str, ...] = ("none",)
     adapter: tuple[str, ...] = ALL_ADAPTERS
     optimizer: tuple[str, ...] = ALL_OPTIMIZERS
     compile: tuple[bool, ...] = (False, True)
-    why: str = ""
+
+
+def _deepspeed(**limits):
+    return Capability("deepspeed", DEEPSPEED_WHY, optimizer=PLAIN_OPTIMIZERS, compile=(False,), **limits)
 
 
 CAPABILITIES: dict[str, Capability] = {
-    "ddp": Capability("fsdp", ("bf16", "fp32", "fp16"), ("none",), why="ddp keeps everything on the GPU"),
-    "zero0": Capability("deepspeed", ("fp32",), ("none",), optimizer=("adamw", "sgd"), compile=(False,),
-                        why="DeepSpeed sums bf16 gradients in bf16 at stage 0; stages 1 to 3 sum them in fp32"),
-    "zero1": Capability("deepspeed", ("bf16", "fp32", "fp16"), ("none", "optimizer"), optimizer=("adamw", "sgd"),
-                        compile=(False,),
-                        why="optimizer states can go to the host, weights not; 8-bit states cannot be read per tensor"),
-    "zero2": Capability("deepspeed", ("bf16", "fp32", "fp16"), ("none", "optimizer"), optimizer=("adamw", "sgd"),
-                        compile=(False,),
-                        why="optimizer states can go to the host, weights not; 8-bit states cannot be read per tensor"),
-    "zero3": Capability("deepspeed", ("bf16", "fp32", "fp16"), ("none", "optimizer", "all", "nvme"),
-                        optimizer=("adamw", "sgd"), compile=(False,),
-                        why="its gather hooks break compiled graphs, and 8-bit states cannot be read per tensor"),
-    "fsdp": Capability("fsdp", ("bf16", "fp32", "fp16"), ("none", "all"),
-                       why="FSDP2 moves weights, gradients and optimizer states to the host together"),
-    "hsdp": Capability("fsdp", ("bf16", "fp32", "fp16"), ("none", "all"),
-                       why="FSDP2 moves weights, gradients and optimizer states to the host together"),
+    "ddp": Capability("fsdp", {"offload": "ddp keeps everything on the GPU"}),
+    "zero0": _deepspeed(precision=("fp32",)),
+    "zero1": _deepspeed(offload=("none", "optimizer")),
+    "zero2": _deepspeed(offload=("none", "optimizer")),
+    "zero3": _deepspeed(offload=("none", "optimizer", "all", "nvme")),
+    "fsdp": Capability("fsdp", FSDP_WHY, offload=("none", "all")),
+    "hsdp": Capability("fsdp", FSDP_WHY, offload=("none", "all")),
 }
 
 AXES = {"precision": "precision", "offload": "strategy.offload", "adapter": "adapter", "optimizer": "optimizer",
@@ -60,7 +68,7 @@ def violations(strategy: str, chosen: dict[str, object]) -> list[str]:
         others = [name for name, other in CAPABILITIES.items() if not _refused(other, chosen)]
         here = " or ".join(f"{AXES[axis]}={str(choice).lower()}" for choice in legal)
         there = f", or strategy={'|'.join(others)}" if others else ""
-        messages.append(f"{AXES[axis]}={str(value).lower()}: not with strategy={strategy} ({row.why}); use {here}"
+        messages.append(f"{AXES[axis]}={str(value).lower()}: not with strategy={strategy} ({row.why[axis]}); use {here}"
                         f"{there}")
     return messages
 

@@ -141,20 +141,21 @@ def _with_new_tokens(folder, tokens):
             raise ModelError(f"model.new_tokens={known}: the tokenizer has them already; leave them out")
         tokenizer.add_tokens(tokens, special_tokens=True)
         rows = max(tokenizer.get_vocab().values()) + 1
+        # named to come before the new file: readers that merge all files take the last
+        links = {file: "base-" + Path(file).name for file in weight_files(str(folder))}
         weight_map, changed = {}, {}
-        for file in map(Path, weight_files(str(folder))):
+        for file, link in links.items():
             with safe_open(file, "pt") as handle:
                 for name in handle.keys():
-                    weight_map[name] = file.name
+                    weight_map[name] = link
                     if name.endswith(("embed_tokens.weight", "lm_head.weight", "wte.weight")):
                         old = handle.get_tensor(name)
                         mean = old.float().mean(0, keepdim=True).to(old.dtype)
                         extra = max(0, rows - old.shape[0])
                         changed[name] = torch.cat([old, mean.expand(extra, -1)]).contiguous()
-            (made / file.name).symlink_to(file.resolve())
+            (made / link).symlink_to(Path(file).resolve())
         if not changed:
             raise ModelError(f"model.new_tokens: no embedding found among the weights of {folder}")
-        # by name behind model*: readers that merge all files take the last
         save_file(changed, made / "new-tokens.safetensors", {"format": "pt"})
         weight_map |= dict.fromkeys(changed, "new-tokens.safetensors")
         (made / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))

@@ -11,6 +11,7 @@
 import fcntl
 import json
 import os
+import re
 import secrets
 from datetime import UTC, datetime
 from pathlib import Path
@@ -20,7 +21,7 @@ import yaml
 from tonnage.errors import ConfigError
 
 REDACTED = "<not written>"
-SECRET_WORDS = ("token", "secret", "password", "api_key", "apikey")
+SECRET_NAME = re.compile(r"(^|[._])(token|secret|password|passwd|apikey|key|credentials?)$", re.IGNORECASE)
 
 
 def create_run(root: str, name: str | None, label: str, config: dict) -> Path:
@@ -117,14 +118,16 @@ def now() -> datetime:
 
 
 def redacted(value, name: str = ""):
-    """`value` without tokens and keys: nothing secret is written into a run folder."""
+    """`value` without tokens and keys, by their names, in overrides (`a.api_key=...`) too: no run folder holds secrets."""
     if isinstance(value, dict):
         return {key: redacted(item, str(key)) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [redacted(item, name) for item in value]
-    if isinstance(value, str) and any(word == name.lower() or name.lower().endswith("_" + word)
-                                      for word in SECRET_WORDS):
-        return REDACTED
+    if isinstance(value, str):
+        if SECRET_NAME.search(name):
+            return REDACTED
+        left, equals, _ = value.partition("=")
+        return f"{left}={REDACTED}" if equals and SECRET_NAME.search(left) else value
     return value
 
 

@@ -87,9 +87,14 @@ def save(folder: Path, engine: Engine, position: Position, run_id: str, source_s
     final = folder / f"step-{position.step:08d}"
     temporary = folder / f".writing-{final.name}"
     rank = dist.get_rank()
-    _agree(group, lambda: rank == 0 and _clear(temporary))
-    parts = _agree(group, lambda: _write_tensors(temporary, engine, position), collective=True)
-    _agree(group, lambda: rank == 0 and _finish(temporary, final, engine, position, run_id, source_state, parts))
+    try:
+        _agree(group, lambda: rank == 0 and _clear(temporary))
+        parts = _agree(group, lambda: _write_tensors(temporary, engine, position))
+        _agree(group, lambda: rank == 0 and _finish(temporary, final, engine, position, run_id, source_state, parts))
+    except CheckpointError:
+        if rank == 0:
+            shutil.rmtree(temporary, ignore_errors=True)
+        raise
     return final
 
 
@@ -167,10 +172,10 @@ class StoredTensors:
         return {key.removeprefix(prefix): self[key] for key in self.shapes if key.startswith(prefix)}
 
 
-def _agree(group, action: Callable, collective: bool = False) -> list:
+def _agree(group, action: Callable) -> list:
     """Run `action` on each rank, gather what it returned; a failure on one rank is a CheckpointError on all.
 
-    An action that is `collective` must not fail in between; _write_tensors sees to that.
+    An action with collectives of its own must not fail between them; _write_tensors sees to that.
     """
     try:
         mine = (action(), None)

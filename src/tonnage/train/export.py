@@ -116,7 +116,8 @@ def _trained_model(config, folder, path, precision):
 
 def _write_adapter(model, folder, config, base_folder):
     """peft's own files; the base is named by its hub id or folder."""
-    named = config.model.path if config.model.path and "/" in config.model.path else base_folder
+    plain = config.model.path and "/" in config.model.path and not config.model.new_tokens
+    named = config.model.path if plain else base_folder
     model.peft_config["default"].base_model_name_or_path = named
     model.save_pretrained(folder)
 

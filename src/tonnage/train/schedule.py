@@ -19,7 +19,8 @@ def peak_learning_rate(optimizer: Optimizer, adapter_name: str, global_rows: int
 
 
 def learning_rate(schedule: Schedule, peak: float, step: int, num_steps: int) -> float:
-    """Learning rate of update `step` (from 1) of `num_steps`. The last step has the planned last rate.
+    """Learning rate of update `step` (from 1) of `num_steps`. The last step has the planned last rate, unless the
+    warm-up takes the whole run.
 
     wsd: https://arxiv.org/abs/2404.06395; cosine: https://arxiv.org/abs/1608.03983.
     """
