@@ -292,7 +292,8 @@ def export_samples(what: dict) -> None:
     model.get_base_model().tie_weights()  # loading does it in a run
     write_result(what, {
         "folder": folder, "samples": len(samples), "rows": len(rows), "windows": -(-len(rows) // what["global_rows"]),
-        "label_tokens": int(rows.label_tokens.sum()), "input_tokens": int(rows.input_tokens.sum()), "dtypes": describe_dtypes(model)})
+        "label_tokens": int(rows.label_tokens.sum()), "input_tokens": int(rows.input_tokens.sum()),
+        "dtypes": describe_dtypes(model)})
 
 
 def train_with_trl(what: dict) -> None:

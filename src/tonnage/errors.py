@@ -32,6 +32,12 @@ class CheckpointError(TonnageError):
     """A checkpoint that cannot be written, read or continued from."""
 
 
+class DoesNotFit(TonnageError):
+    """More memory is needed than there is."""
+
+    exit_code = EXIT_DOES_NOT_FIT
+
+
 class TrainingError(TonnageError):
     """A run that would go on without learning: repeated non-finite gradients, dead parameters."""
 

@@ -3,8 +3,10 @@
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,7 @@ import torch
 import yaml
 from tiny import make_chat_model, make_chats
 
-from tonnage.errors import EXIT_USER_ERROR
+from tonnage.errors import EXIT_STOPPED_RESUMABLE, EXIT_USER_ERROR
 from tonnage.runtime.runs import read_status
 from tonnage.train.checkpoint import StoredTensors
 
@@ -117,6 +119,51 @@ def test_a_sweep_makes_a_run_for_each_point(place):
     assert done.returncode == 0, done.stderr
     rates = [yaml.safe_load(file.read_text())["optimizer"]["learning_rate"] for file in (place / "sweep").glob("*/config.yaml")]
     assert sorted(rates) == [1e-4, 2e-4]
+
+
+def forget_after(run_folder, step):
+    """As if the run had died right behind the checkpoint of `step`."""
+    for path in (run_folder / "checkpoints").glob("step-*"):
+        if int(path.name.removeprefix("step-")) > step:
+            shutil.rmtree(path)
+    (run_folder / "status.json").unlink()
+
+
+@pytest.mark.parametrize("name, words", [
+    ("stream", ["data.streaming=true", "data.buffer_rows=6", "train.max_steps=6"]),
+    ("stream-packed", ["data.streaming=true", "data.buffer_rows=6", "train.max_steps=6", "data.packing=true"]),
+    ("tokens-stream", ["data.streaming=true", "train.max_steps=6", "batch.global_rows=auto", "batch.global_tokens=200"]),
+    ("packed", ["data.packing=true", "train.epochs=3", "batch.global_rows=2"])])
+def test_a_resume_reads_on_where_it_stopped(place, name, words):
+    done = run(place, *tiny(place, f"run.name={name}", "checkpoint.every_steps=1", "checkpoint.keep=99", *words))
+    assert done.returncode == 0, done.stderr
+    folder = place / "outputs" / name
+    expected = weights(folder)
+    forget_after(folder, 3)
+    done = run(place, f"run={folder}")
+    assert done.returncode == 0, done.stderr
+    assert "resumed after step 3" in done.stdout
+    found = weights(folder)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_a_request_to_stop_writes_a_checkpoint_and_the_run_goes_on(place, finished):
+    words = tiny(place, "run.name=stopped", "strategy=fsdp", "gpus=2", "batch.micro_rows=1", "train.epochs=60")
+    process = subprocess.Popen([sys.executable, str(ROOT / "launch" / "train.py"), *words], cwd=place, text=True,
+                               stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    folder = place / "outputs" / "stopped"
+    deadline = time.monotonic() + 120
+    while read_status(folder).get("step", 0) < 2 and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=120)
+    status = read_status(folder)
+    assert process.returncode == EXIT_STOPPED_RESUMABLE, errors
+    assert status["state"] == "stopped" and status["resumable"]
+    assert [path.name for path in (folder / "checkpoints").iterdir()] == [f"step-{status['step']:08d}"]
+    again = run(place, f"run={folder}", "gpus=1", "strategy=ddp")
+    assert again.returncode == 0, again.stderr
+    assert f"resumed after step {status['step']}" in again.stdout and read_status(folder)["state"] == "done"
 
 
 @pytest.mark.parametrize("kind", ["adapter", "merged"])

@@ -3,11 +3,13 @@
 import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from tiny import RaggedRows, config_for, open_tiny, whole_weights
 
+from tonnage.data.pack import Row
 from tonnage.train import checkpoint, loop
 
 STRATEGIES = ("ddp", "zero0", "zero1", "zero2", "zero3", "fsdp")
@@ -226,6 +228,73 @@ def test_activation_checkpointing_changes_nothing(pools, tiny_folder, strategy, 
     again = pools(2).run(train_three, tiny_folder, strategy, f"adapter={adapter}", "model.activation_checkpointing=full")[0]
     assert again[0] == pytest.approx(plain[0], rel=1e-6)
     assert furthest(again[1], plain[1]) < 1e-5
+
+
+class PackedRows(RaggedRows):
+    """The same samples, several to a row."""
+
+    fingerprint = "packed"
+
+    def __init__(self):
+        super().__init__()
+        samples, self.rows = self.rows, []
+        for start in range(0, len(samples), 3):
+            group = samples[start:start + 3]
+            self.rows.append(Row(*(np.concatenate([getattr(one, name) for one in group]) for name in Row._fields)))
+        self.input_tokens = np.array([len(row.tokens) for row in self.rows], np.int32)
+        self.weights = np.ones(len(self.rows))
+
+
+def train_packed(folder, strategy, packed, attention):
+    """One window of all samples; the updates."""
+    rows = PackedRows() if packed else RaggedRows()
+    config = config_for(strategy, "adapter=full", "optimizer=sgd", "optimizer.learning_rate=2", "batch.global_rows=16",
+                        f"model.attention={attention}", f"data.packing={str(packed).lower()}")
+    s = open_tiny(config, folder, rows)
+    before = whole_weights(s.engine)
+    loop.train(s)
+    after = whole_weights(s.engine)
+    loss = s.metrics.lines[0]["loss"]
+    s.engine.close()
+    return loss, {name: after[name] - before[name] for name in after}
+
+
+@pytest.mark.parametrize("strategy, attention", [("ddp", "sdpa"), ("zero3", "sdpa"), ("fsdp", "eager")])
+def test_packed_samples_teach_what_they_teach_alone(pools, tiny_folder, strategy, attention):
+    loss, updates = pools(2).run(train_packed, tiny_folder, strategy, False, attention)[0]
+    packed_loss, packed = pools(2).run(train_packed, tiny_folder, strategy, True, attention)[0]
+    assert packed_loss == pytest.approx(loss, rel=1e-5)
+    assert furthest(packed, updates) < 1e-4
+
+
+def probe(folder, leak):
+    from tonnage.errors import ConfigError
+    from tonnage.train.probes import probe_packing
+
+    s = open_tiny(config_for("ddp", "adapter=full"), folder)
+    if leak:  # a kernel that does not take borders from positions
+        forward = s.engine.forward
+        s.engine.forward = lambda position_ids, **inputs: forward(
+            position_ids=torch.arange(position_ids.shape[1])[None], **inputs)
+    try:
+        return probe_packing(s.engine, 96, "fp32", "sdpa", False)
+    except ConfigError as error:
+        return str(error)
+    finally:
+        s.engine.close()
+
+
+def test_the_probe_tells_isolated_samples_from_leaking_ones(pools, tiny_folder):
+    assert pools(1).run(probe, tiny_folder, False)[0] < 1e-5
+    assert pools(1).run(probe, tiny_folder, True)[0].startswith("data.packing=true: with model.attention=sdpa")
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_compiled_layers_learn_the_same(pools, tiny_folder, strategy):
+    losses, weights = pools(2).run(train_three, tiny_folder, strategy, "adapter=lora")[0]
+    found_losses, found = pools(2).run(train_three, tiny_folder, strategy, "adapter=lora", "model.compile=true")[0]
+    assert found_losses == pytest.approx(losses, rel=1e-4)
+    assert furthest(found, weights) < 1e-3
 
 
 @pytest.mark.parametrize("adapter", ["dora", "rslora"])

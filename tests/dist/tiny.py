@@ -15,7 +15,7 @@ from tonnage.data.pack import Row
 from tonnage.report.console import StepProgress
 from tonnage.train.loss import LossHead
 from tonnage.train.schedule import peak_learning_rate
-from tonnage.train.session import Session, engine_parts, make_engine
+from tonnage.train.session import Session, engine_parts, make_engine, resolve_attention
 from tonnage.train.source import PreparedSource
 
 NUM_ROWS, GLOBAL_ROWS = 16, 7  # windows of 7, 7 and 2 rows
@@ -88,7 +88,7 @@ def open_tiny(config, folder: str, rows=None, run_folder: Path | None = None, gr
     layout = resolve_layout(replace(config, model=replace(config.model, path=folder)), world, "cpu", world, False)
     rows = rows or RaggedRows()
     engine = make_engine(config, layout.strategy, layout.gpus_per_node, layout.cut, torch.device("cpu"))
-    engine.prepare(engine_parts(config, folder, "sdpa"))
+    engine.prepare(engine_parts(config, folder, resolve_attention(config.model.attention, "cpu")))
     source = PreparedSource(rows, config.seed, layout.cut)
     num_steps = source.num_windows(config.train.epochs)
     return Session(

@@ -68,6 +68,8 @@ def _broken_rules(config, gpus, per_node, device, strategy):
          "eval.holdout_fraction: not with data.streaming=true; give eval.path"),
         (config.model.attention == "flash" and device == "cpu",
          "model.attention=flash: runs on GPUs only; use model.attention=sdpa"),
+        (config.model.attention == "flex" and device == "cpu",
+         "model.attention=flex: has no backward on CPUs; use model.attention=sdpa"),
         (config.optimizer.scale_lr != "none" and config.batch.global_tokens is not None,
          f"optimizer.scale_lr={config.optimizer.scale_lr}: needs batch.global_rows; with batch.global_tokens set "
          f"optimizer.learning_rate itself"),

@@ -182,7 +182,7 @@ class Train:
 class Checkpoint:
     every_steps: Count | None = key(None, "write a checkpoint every n steps; one is always written at the end")
     keep: Count = key(2, "newest checkpoints to keep")
-    keep_best: bool = key(True, "keep the one with the best eval.metric too")
+    keep_best: bool = key(True, "write and keep a checkpoint whenever eval.metric is the best so far")
     keep_every_steps: Count | None = key(None, "keep every n-th step's checkpoint for good")
 
 

@@ -35,6 +35,7 @@ def build_model(folder: str, model: Model, adapter: Adapter, attention: str, fro
     with no_init_weights():
         built = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=ATTENTION[attention],
                                                  trust_remote_code=model.trust_remote_code)
+    built.tie_weights()  # on meta that is left out, and an engine would take one weight for two
     if adapter.name != "full":
         # from_pretrained does this, from_config does not
         for name, parameter in built.named_parameters():

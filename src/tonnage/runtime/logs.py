@@ -17,14 +17,17 @@ NOISY = ("DeepSpeed", "transformers", "peft", "datasets", "bitsandbytes", "torch
 
 
 def quiet_libraries() -> None:
-    """Keep libraries off the console; call before they are imported."""
+    """Keep libraries off the console and set what they read from the environment; call before they are imported."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     os.environ.setdefault("DEEPSPEED_LOG_LEVEL", "error")
     os.environ.setdefault("BITSANDBYTES_NOWELCOME", "1")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    if not driver_present():
+    if driver_present():
+        # rows of uneven length fragment the allocator until a late out-of-memory error
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    else:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     logging.captureWarnings(True)
     warnings.simplefilter("default")

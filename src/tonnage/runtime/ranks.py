@@ -167,7 +167,6 @@ def _start_rank(script, argv, rank, gpus, port, run_folder):
                         LAUNCHER_VARIABLE: "deepspeed" if started_by_deepspeed() else "own"}
     if sys.platform == "linux":
         env.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    env.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     env.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // gpus)))
     output = None if rank == 0 else open(run_folder / "logs" / f"rank-{rank}.out", "ab")
     return subprocess.Popen([sys.executable, script, *argv], env=env, stdout=output, stderr=output,

@@ -53,7 +53,8 @@ def train(s: Session) -> str:
         last = position.step == s.num_steps
         if s.eval_rows is not None and (last or _due(position.step, config.eval.every_steps)):
             s.evaluate()
-        if last or _due(position.step, config.checkpoint.every_steps):
+        best = config.checkpoint.keep_best and position.best_step == position.step
+        if last or best or _due(position.step, config.checkpoint.every_steps):
             _save(s)
     return "done"
 

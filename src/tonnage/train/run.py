@@ -10,7 +10,7 @@ from tonnage.config.compose import compose_config
 from tonnage.config.rules import Layout
 from tonnage.config.schema import Config
 from tonnage.data.prepare import describe
-from tonnage.errors import EXIT_DONE, EXIT_STOPPED_RESUMABLE
+from tonnage.errors import EXIT_DONE, EXIT_STOPPED_RESUMABLE, DoesNotFit
 from tonnage.models.build import count_by_kind
 from tonnage.report.console import memory_gib, number, table
 from tonnage.runtime import runs
@@ -28,6 +28,12 @@ def train_run(start, group: dist.ProcessGroup, layout: Layout, device: torch.dev
         session = open_session(config, start.folder, start.model_folder, layout.strategy, layout.gpus_per_node,
                                start.attempt, group, device, rows, start.start_from)
         return _train(session, layout, rows)
+    except torch.OutOfMemoryError as error:
+        fit = DoesNotFit(f"rank {dist.get_rank()} ran out of GPU memory ({str(error).splitlines()[0]}); lower "
+                         f"batch.micro_rows={layout.cut.micro_rows} (the global batch stays what it is), set "
+                         f"model.activation_checkpointing=full, or shard more: strategy=zero3|fsdp, more gpus")
+        runs.write_status(start.folder, "failed", str(fit), attempt=start.attempt, resumable=True)
+        raise fit from error
     except Exception as error:
         if dist.get_rank() == 0 or session is None:
             step = session.position.step if session else 0
@@ -79,6 +85,9 @@ def _print_start(s: Session, layout: Layout, train_rows) -> None:
     kinds = ", ".join(f"{kind} {number(one)} of {number(one + other)}" for kind, (one, other) in counts.items() if one)
     window = (f"{cut.global_rows} rows" if cut.global_rows else f"up to {cut.global_tokens:,} tokens")
     steps = f" x {cut.accumulation_steps} accumulation steps" if cut.accumulation_steps else ""
+    data = "a stream" if train_rows is None else (
+        f"{len(train_rows):,} rows, {int(train_rows.input_tokens.sum()):,} tokens, {int(train_rows.label_tokens.sum()):,} "
+        f"of them labels; {s.config.train.epochs} epochs")
     lines = [
         ("model", f"{s.config.model.name} ({type(model).__name__}), {number(total)} parameters"),
         ("trained", f"{number(trained)} ({trained / total:.2%}): {kinds}"),
@@ -86,6 +95,7 @@ def _print_start(s: Session, layout: Layout, train_rows) -> None:
                   f"{s.config.precision.name}"),
         ("window", f"{window} of up to {s.config.data.seq_tokens:,} tokens = {layout.gpus} ranks x {cut.micro_rows} "
                    f"rows{steps}"),
+        ("data", data),
         ("loss", f"{s.head.kind}, attention {model.config._attn_implementation}"),
         ("steps", f"{s.num_steps:,}" + (f", from step {s.position.step + 1}" if s.position.step else "")),
         ("learning rate", f"{s.config.schedule.name}, peak {s.peak_rate:g}"),
