@@ -3,7 +3,7 @@ PYTHON ?= python3
 PY := .venv/bin/python
 export TOKENIZERS_PARALLELISM := true
 
-.PHONY: setup demo test test-all checks docs equivalence kill-test bench-trl bench-overhead
+.PHONY: setup demo test test-all checks docs equivalence kill-test readme bench-trl bench-overhead
 
 setup: .venv/ready
 

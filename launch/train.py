@@ -5,8 +5,9 @@ it froze there.
 """
 
 import os
+import socket
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from tonnage.config import rules
@@ -21,9 +22,9 @@ from tonnage.config.compose import (
     to_schema,
 )
 from tonnage.config.schema import Config
-from tonnage.errors import EXIT_DONE, EXIT_STOPPED_RESUMABLE, ConfigError
+from tonnage.errors import EXIT_DONE, EXIT_STOPPED_RESUMABLE, ConfigError, TonnageError
 from tonnage.runtime import runs
-from tonnage.runtime.entry import guarded
+from tonnage.runtime.entry import guarded, run_script
 from tonnage.runtime.logs import log_to_folder, quiet_libraries
 
 HELP = """\
@@ -71,15 +72,19 @@ def compose(command: CommandLine) -> Config:
         return compose_config(command.overrides)
     base = runs.read_config(command.run_folder)
     config = compose_config(command.overrides, base)
-    if not config.run.fork:
-        rules.check_resume(asdict(to_schema(base)), asdict(config))
+    if config.run.fork:
+        named = any(word.startswith("run.name=") for word in command.overrides)
+        return config if named else replace(config, run=replace(config.run, name=None))
+    rules.check_resume(asdict(to_schema(base)), asdict(config))
     return config
 
 
 def sweep(command: CommandLine) -> int:
     """One run after another, each in a process of its own; the worst exit code."""
-    import subprocess
+    from tonnage.runtime.ranks import current_place
 
+    if current_place().launcher != "none":
+        raise ConfigError("-m: start a sweep by python launch/train.py -m ...; each run starts its own ranks")
     if command.run_folder is not None:
         raise ConfigError("run=: not with -m; a sweep makes new runs")
     points = expand_sweep(command.overrides)
@@ -88,7 +93,9 @@ def sweep(command: CommandLine) -> int:
     codes = []
     for number, point in enumerate(points, 1):
         print(f"run {number} of {len(points)}: {' '.join(point)}", flush=True)
-        codes.append(subprocess.run([sys.executable, __file__, *point], check=False).returncode)
+        codes.append(run_script(Path(__file__), *point))
+        if codes[-1] == EXIT_STOPPED_RESUMABLE:
+            break
     return max(codes)
 
 
@@ -99,7 +106,7 @@ def launch(command: CommandLine, config: Config) -> int:
     place = ranks.current_place()
     device = ranks.resolve_device(config.device)
     gpus = config.gpus if config.dry_run and config.gpus != "auto" else ranks.resolve_gpus(config.gpus, device, place)
-    layout = rules.resolve_layout(config, gpus, device, _visible(device, gpus), ranks.started_by_deepspeed())
+    layout = rules.resolve_layout(config, gpus, device, _local_gpus(place, device, gpus), ranks.started_by_deepspeed())
     if config.dry_run:
         from tonnage.train.dry_run import print_dry_run
 
@@ -121,7 +128,7 @@ def launch(command: CommandLine, config: Config) -> int:
 
 def begin(command: CommandLine, config: Config, layout: rules.Layout) -> tuple[Start, object]:
     """Prepare model and data, make or reopen the run folder, write the attempt. Returns it and the run's lock."""
-    from tonnage.models.folder import resolve_folder
+    from tonnage.models.folder import folder_identity, resolve_folder
     from tonnage.report.metrics import require_tracker
     from tonnage.train.checkpoint import newest_complete
     from tonnage.train.session import prepare_data
@@ -138,6 +145,10 @@ def begin(command: CommandLine, config: Config, layout: rules.Layout) -> tuple[S
                           f"in a new run with run.fork=true")
     lock = runs.lock_run(command.run_folder) if resumed else None
     model_folder = resolve_folder(config.model)
+    identity = folder_identity(model_folder, config.model.allow_pickle)
+    if resumed and identity != runs.read_attempt(command.run_folder, 1)["model_identity"]:
+        raise ConfigError(f"model.path={config.model.path}: the weights there are not those this run was started with; "
+                          f"give the same ones by model.path= or model.revision=, or start a new run with run.fork=true")
     prepare_data(config, model_folder, progress=True)
     if resumed:
         folder = command.run_folder.resolve()
@@ -147,7 +158,7 @@ def begin(command: CommandLine, config: Config, layout: rules.Layout) -> tuple[S
         lock = runs.lock_run(folder)
     attempt = runs.add_attempt(folder, {
         "overrides": list(command.overrides) if resumed else [], "command": list(command.overrides),
-        "model_folder": model_folder, "start_from": str(start_from) if start_from else None,
+        "model_folder": model_folder, "model_identity": identity, "start_from": str(start_from) if start_from else None,
         "forked_from": str(command.run_folder) if start_from else None, "time": f"{runs.now():%Y-%m-%dT%H:%M:%SZ}",
         "layout": asdict(layout)})
     runs.write_status(folder, "running", "starting", attempt=attempt, resumable=True)
@@ -169,14 +180,22 @@ def be_rank(command: CommandLine, config: Config, layout: rules.Layout, place) -
     group = ranks.preparation_group()
     shared, lock = [None], None
     if place.rank == 0:
-        if ranks.RUN_VARIABLE in os.environ:
-            folder = Path(os.environ[ranks.RUN_VARIABLE])
-            shared = [Start(folder, *_attempt(folder))]
-        else:
-            start, lock = begin(command, config, layout)
-            shared = [start]
+        try:
+            if ranks.RUN_VARIABLE in os.environ:
+                folder = Path(os.environ[ranks.RUN_VARIABLE])
+                shared = [Start(folder, *_attempt(folder))]
+            else:
+                start, lock = begin(command, config, layout)
+                shared = [start]
+        except TonnageError as error:
+            shared = [error]
     dist.broadcast_object_list(shared, src=0, group=group)
     start = shared[0]
+    if isinstance(start, TonnageError):
+        raise start
+    if not start.folder.is_dir():
+        raise ConfigError(f"run.root={config.run.root}: {start.folder} is not visible on {socket.gethostname()}; run "
+                          f"folders must be on a disk that all nodes share")
     log_to_folder(start.folder, place.rank)
     device = torch.device(layout.device, torch.cuda.current_device()) if layout.device == "cuda" else torch.device("cpu")
     try:
@@ -194,7 +213,9 @@ def _attempt(folder):
 def _settle_status(folder, code):
     """Where ranks died without a word, say so in status.json."""
     status = runs.read_status(folder)
-    if code not in (EXIT_DONE, EXIT_STOPPED_RESUMABLE) and status.get("state") == "running":
+    if status.get("state") == "failed":
+        print(f"{status['message']}\ngo on with run={os.path.relpath(folder)}", file=sys.stderr)
+    elif code not in (EXIT_DONE, EXIT_STOPPED_RESUMABLE) and status.get("state") == "running":
         how = f"a rank was ended by signal {code - 128}" if code > 128 else f"a rank ended with exit code {code}"
         runs.write_status(folder, "failed", f"{how}; go on with run={folder}", resumable=True, exit_code=code,
                           step=status.get("step", 0), attempt=status.get("attempt"))
@@ -202,12 +223,13 @@ def _settle_status(folder, code):
     return code
 
 
-def _visible(device, gpus):
-    if device == "cpu":
-        return gpus
+def _local_gpus(place, device, gpus):
+    """Ranks a launcher has started on this node, else the GPUs visible here."""
     import torch
 
-    return torch.cuda.device_count()
+    if place.launcher in ("torchrun", "deepspeed") and place.world_size > 1:
+        return min(place.local_size, gpus)
+    return gpus if device == "cpu" else max(1, torch.cuda.device_count())
 
 
 if __name__ == "__main__":

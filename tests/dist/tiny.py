@@ -66,7 +66,7 @@ class Recorder:
     def __init__(self):
         self.lines = []
 
-    def log(self, step: int, values: dict) -> None:
+    def log(self, step: int, values: dict, always: bool = False) -> None:
         self.lines.append({"step": step, **values})
 
 
@@ -88,11 +88,12 @@ def open_tiny(config, folder: str, rows=None, run_folder: Path | None = None, gr
     layout = resolve_layout(replace(config, model=replace(config.model, path=folder)), world, "cpu", world, False)
     rows = rows or RaggedRows()
     engine = make_engine(config, layout.strategy, layout.gpus_per_node, layout.cut, torch.device("cpu"))
-    engine.prepare(engine_parts(config, folder, resolve_attention(config.model.attention, "cpu")))
+    engine.prepare(engine_parts(config, folder, resolve_attention(config.model.attention, "cpu", config.precision.name)))
     source = PreparedSource(rows, config.seed, layout.cut)
     num_steps = source.num_windows(config.train.epochs)
     return Session(
-        config=config, folder=run_folder or Path(tempfile.mkdtemp(prefix="tonnage-tiny-")), run_id="tiny", group=group or dist.group.WORLD, cut=layout.cut, engine=engine,
+        config=config, folder=run_folder or Path(tempfile.mkdtemp(prefix="tonnage-tiny-")), run_id="tiny", group=group or dist.group.WORLD,
+        patient_group=group or dist.group.WORLD, cut=layout.cut, engine=engine,
         head=LossHead(engine.model, config.train.loss, 16), source=source, tokenizer=SimpleNamespace(pad_token_id=0),
         flat=False, eval_rows=None, num_steps=num_steps,
         peak_rate=peak_learning_rate(config.optimizer, config.adapter.name, layout.cut.global_rows), attempt=1,

@@ -28,10 +28,10 @@ def test_a_position_learns_the_next_token_and_the_first_label_of_a_row_has_no_po
     assert batch.input_ids_BT.tolist() == [[5, 6, 7, 8]] and batch.position_ids_BT.tolist() == [[0, 1, 2, 3]]
 
 
-def test_padding_is_on_the_right_learns_nothing_and_counts_its_own_positions():
+def test_padding_is_on_the_right_learns_nothing_and_counts_on():
     batch = collate([row([5, 6], [-100, 6]), row([1, 2, 3, 4, 5], [-100, 2, 3, 4, 5])], PAD)
     assert batch.input_ids_BT.tolist() == [[5, 6, PAD, PAD, PAD], [1, 2, 3, 4, 5]]
-    assert batch.position_ids_BT.tolist() == [[0, 1, 0, 1, 2], [0, 1, 2, 3, 4]]
+    assert batch.position_ids_BT.tolist() == [[0, 1, 2, 3, 4], [0, 1, 2, 3, 4]]
     # the end of the short row does not learn the padding, nor the first token of the next row
     assert learnt(batch) == {(0, 0): 6, (1, 0): 2, (1, 1): 3, (1, 2): 4, (1, 3): 5}
     assert batch.num_input_tokens == 7

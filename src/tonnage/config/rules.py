@@ -26,8 +26,11 @@ class Layout:
     cut: BatchCut
 
 
-def resolve_layout(config: Config, gpus: int, device: str, visible_gpus: int, under_deepspeed: bool) -> Layout:
+def resolve_layout(config: Config, gpus: int, device: str, local_gpus: int, under_deepspeed: bool) -> Layout:
     """Check `config` against all rules for `gpus` ranks and work out what `auto` stands for.
+
+    Args:
+        local_gpus: ranks a launcher has started on this node, else the GPUs visible here.
 
     Raises:
         ConfigError: every rule that is broken, a line each.
@@ -36,7 +39,7 @@ def resolve_layout(config: Config, gpus: int, device: str, visible_gpus: int, un
     if strategy == "auto":
         strategy = ("zero3" if gpus > 1 else "zero1") if under_deepspeed else ("fsdp" if gpus > 1 else "ddp")
     per_node = config.cluster.gpus_per_node
-    per_node = min(gpus, visible_gpus) if per_node == "auto" else min(gpus, per_node)
+    per_node = min(gpus, local_gpus) if per_node == "auto" else min(gpus, per_node)
     faults = _broken_rules(config, gpus, per_node, device, strategy)
     if faults:
         raise ConfigError("\n".join(faults))
@@ -49,8 +52,6 @@ def _broken_rules(config, gpus, per_node, device, strategy):
         "optimizer": config.optimizer.name, "compile": config.model.compile})
     rules = [
         (gpus % per_node != 0, f"cluster.gpus_per_node={per_node}: must divide gpus={gpus}"),
-        (config.strategy.offload == "nvme" and not config.strategy.nvme_path,
-         "strategy.nvme_path: must name a folder on a local NVMe disk for strategy.offload=nvme"),
         (config.strategy.extra and CAPABILITIES[strategy].engine != "deepspeed",
          f"strategy.extra: only for DeepSpeed, and strategy={strategy} is PyTorch's FSDP2; use strategy=zero1|zero2|zero3"),
         (CAPABILITIES[strategy].engine == "fsdp" and config.strategy.offload == "all" and device == "cpu",
@@ -68,6 +69,8 @@ def _broken_rules(config, gpus, per_node, device, strategy):
          "eval.holdout_fraction: not with data.streaming=true; give eval.path"),
         (config.model.attention == "flash" and device == "cpu",
          "model.attention=flash: runs on GPUs only; use model.attention=sdpa"),
+        (config.model.attention == "flash" and config.precision.name == "fp32",
+         "model.attention=flash: works in bf16 and fp16; use precision=bf16 or model.attention=sdpa"),
         (config.model.attention == "flex" and device == "cpu",
          "model.attention=flex: has no backward on CPUs; use model.attention=sdpa"),
         (config.optimizer.scale_lr != "none" and config.batch.global_tokens is not None,
@@ -93,10 +96,17 @@ def _model_rules(config):
     return []
 
 
+def shard_gpus(config: Config, strategy: str, gpus: int, per_node: int) -> int:
+    """Ranks that share one copy of the weights under an FSDP2 strategy."""
+    if strategy != "hsdp":
+        return {"ddp": 1, "fsdp": gpus}[strategy]
+    return per_node if config.strategy.shard_gpus == "auto" else config.strategy.shard_gpus
+
+
 def _shard_rules(config, gpus, per_node, strategy):
     if strategy != "hsdp":
         return []
-    shard = per_node if config.strategy.shard_gpus == "auto" else config.strategy.shard_gpus
+    shard = shard_gpus(config, strategy, gpus, per_node)
     if gpus % shard:
         fitting = max(size for size in range(1, gpus + 1) if gpus % size == 0 and size <= shard)
         return [f"strategy.shard_gpus={shard}: must divide gpus={gpus}; try {fitting}"]
@@ -108,7 +118,7 @@ def freeze(config: Config, layout: Layout) -> Config:
     batch = replace(config.batch, accumulation_steps="auto", global_rows=layout.cut.global_rows or "auto")
     if config.batch.accumulation_steps != "auto":
         batch = replace(batch, micro_rows=layout.cut.micro_rows)  # which gives the steps that were asked for
-    return replace(config, batch=batch, dry_run=False)
+    return replace(config, batch=batch, dry_run=False, run=replace(config.run, fork=False))
 
 
 def check_resume(old: dict, new: dict) -> None:

@@ -180,7 +180,7 @@ class Train:
 
 @section
 class Checkpoint:
-    every_steps: Count | None = key(None, "write a checkpoint every n steps; one is always written at the end")
+    every_steps: Count | None = key(500, "write a checkpoint every n steps; one is always written at the end")
     keep: Count = key(2, "newest checkpoints to keep")
     keep_best: bool = key(True, "write and keep a checkpoint whenever eval.metric is the best so far")
     keep_every_steps: Count | None = key(None, "keep every n-th step's checkpoint for good")
@@ -191,7 +191,7 @@ class Tracker:
     name: Literal["none", "tensorboard", "wandb", "mlflow"] = key("tensorboard", "where metrics go besides "
                                                                                  "metrics.jsonl")
     project: str = key("tonnage", "project or experiment name")
-    every_steps: Count = key(1, "log every n steps")
+    every_steps: Count = key(1, "give the tracker every n-th step; metrics.jsonl has every step")
 
 
 @section

@@ -2,9 +2,9 @@
 
 Shapes: B rows, T tokens of the longest row, N label tokens of the micro-batch.
 
-Padding is on the right and no attention mask is made: under a causal mask no real token sees what follows it, and
-padding counts its own positions from 0, so it is a segment of its own beside packed ones. (In transformers 5.24,
-samples of a packed row are isolated by positions only where attention_mask is None and use_cache is False.)
+Padding is on the right and no attention mask is made: under a causal mask no real token sees what follows it. (In
+transformers 5.24, samples of a packed row are isolated by positions only where attention_mask is None and use_cache is
+False.)
 """
 
 from collections.abc import Sequence
@@ -55,7 +55,8 @@ def collate(rows: Sequence, pad_token: int, flat: bool = False) -> MicroBatch:
         for i, row in enumerate(rows):
             size = len(row.tokens)
             ids[i, :size], labels[i, :size], positions[i, :size] = row.tokens, row.labels, row.positions
-            positions[i, size:] = np.arange(longest - size)
+            # counting on keeps one causal segment a row, for which attention needs no mask at all
+            positions[i, size:] = row.positions[-1] + 1 + np.arange(longest - size)
     batch = _tensors(ids, positions, labels)
     return MicroBatch(*batch, num_input_tokens=num_tokens, num_label_tokens=len(batch[-1]))
 

@@ -26,6 +26,7 @@ from tonnage.data.formats import Counts, Source
 from tonnage.data.pack import Row, best_fit, check_dropped, cut, make_row
 from tonnage.data.template import Encoder, Sample, decode_marked, load_tokenizer, read_template
 from tonnage.errors import ConfigError, DataError, ModelError
+from tonnage.runtime.cache import cache_root
 
 # Raise it with any change of what is written for the same input: old caches are then not found any more.
 DATA_CODE_VERSION = 1
@@ -159,7 +160,7 @@ def describe(rows: Rows, tokenizer: Any) -> str:
 def _open(sets, data, tokenizer_folder, seq_tokens, packing, fraction, seed, progress) -> dict[str, Rows]:
     key = fingerprint(sets, data, tokenizer_folder, seq_tokens=seq_tokens, packing=packing, fraction=fraction,
                       seed=seed)
-    root = Path("~/.cache/tonnage" if data.cache == "auto" else data.cache).expanduser()
+    root = cache_root(data.cache)
     folder = root / key
     if not _intact(folder, key):
         root.mkdir(parents=True, exist_ok=True)

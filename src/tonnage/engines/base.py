@@ -14,10 +14,14 @@ from torch import nn
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """`grad_norm`: global norm before clipping. `applied`: False where a gradient was not finite, weights untouched."""
+    """`grad_norm`: global norm before clipping. `applied`: False where a gradient was not finite, weights untouched.
+
+    `overflow`: it was not, and fp16's loss scale was above 1 and has been lowered: the scale's fault, not the data's.
+    """
 
     grad_norm: float
     applied: bool
+    overflow: bool = False
 
 
 @dataclass(frozen=True)
@@ -60,10 +64,12 @@ class Engine(Protocol):
     Attributes:
         model: the model with its adapter, after `prepare`; forward goes through `forward`.
         device: where this rank's tensors live.
+        loss_scale: factor on losses in fp16, 1 otherwise; may be set when a run goes on.
     """
 
     model: nn.Module
     device: torch.device
+    loss_scale: float
 
     def prepare(self, parts: Parts) -> None:
         """Build, shard, load and wrap."""

@@ -107,7 +107,17 @@ class DeepSpeedEngine:
             return self._plain_step()
         self.core.step()
         applied = self.core.was_step_applied()
-        return StepOutcome(float(self.core.get_global_grad_norm()) if applied else float("inf"), applied)
+        norm = float(self.core.get_global_grad_norm()) if applied else float("inf")
+        return StepOutcome(norm, applied, overflow=not applied and self.precision == "fp16" and self.loss_scale > 1.0)
+
+    @property
+    def loss_scale(self) -> float:
+        return float(self.optimizer.loss_scaler.cur_scale) if self.precision == "fp16" else 1.0
+
+    @loss_scale.setter
+    def loss_scale(self, scale: float) -> None:
+        if self.precision == "fp16":
+            self.optimizer.loss_scaler.cur_scale = scale
 
     def _plain_step(self):
         """Stage 0 in fp32, where DeepSpeed reports no norm and steps on NaN; gradients are reduced by now."""

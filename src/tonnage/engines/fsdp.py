@@ -46,6 +46,10 @@ class FsdpEngine:
         home = torch.device("cpu") if self.offload else self.device
         parts.load(model, home)
         materialise(model, home)
+        for module in model.modules():  # parameters may live on the host, buffers are used where they are
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    module._buffers[name] = buffer.to(self.device)
         self.model = model
         parts.start(model, self)
         self.optimizer = parts.optimizer(model)
@@ -100,9 +104,10 @@ class FsdpEngine:
             set_rate(self.optimizer, learning_rate)
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
+        overflow = not finite and self.loss_scale > 1.0
         if self.precision == "fp16":
             self._adapt_loss_scale(finite)
-        return StepOutcome(float(norm), finite)
+        return StepOutcome(float(norm), finite, overflow)
 
     def _adapt_loss_scale(self, finite):
         """Halve on overflow, double after many good steps. Source: https://arxiv.org/abs/1710.03740, section 3.2."""

@@ -17,7 +17,7 @@ PLAIN_OPTIMIZERS = ("adamw", "sgd")
 DEEPSPEED_WHY = {
     "compile": "DeepSpeed's hooks break compiled graphs",
     "optimizer": "8-bit states of DeepSpeed's flat partitions cannot be read back per tensor, so not be saved",
-    "offload": "stages 1 and 2 can move optimizer states to the host, stage 0 nothing",
+    "offload": "stage 0 moves nothing to the host, 1 and 2 optimizer states, 3 weights too; nvme has not been run yet",
     "precision": "DeepSpeed sums bf16 gradients in bf16 at stage 0; stages 1 to 3 sum them in fp32",
 }
 FSDP_WHY = {"offload": "FSDP2 moves weights, gradients and optimizer states to the host together"}
@@ -45,7 +45,7 @@ CAPABILITIES: dict[str, Capability] = {
     "zero0": _deepspeed(precision=("fp32",)),
     "zero1": _deepspeed(offload=("none", "optimizer")),
     "zero2": _deepspeed(offload=("none", "optimizer")),
-    "zero3": _deepspeed(offload=("none", "optimizer", "all", "nvme")),
+    "zero3": _deepspeed(offload=("none", "optimizer", "all")),
     "fsdp": Capability("fsdp", FSDP_WHY, offload=("none", "all")),
     "hsdp": Capability("fsdp", FSDP_WHY, offload=("none", "all")),
 }

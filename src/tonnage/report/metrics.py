@@ -7,8 +7,6 @@ from pathlib import Path
 from tonnage.config.schema import Tracker
 from tonnage.errors import ConfigError
 
-INSTALL = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow"}
-
 
 class Metrics:
     """Appends to metrics.jsonl and passes on to the tracker. Lines of a replayed step carry a later attempt."""
@@ -18,9 +16,11 @@ class Metrics:
         self.file = open(folder / "metrics.jsonl", "a", buffering=1)
         self.tracker = _open_tracker(folder, tracker, config)
 
-    def log(self, step: int, values: dict) -> None:
-        """One line; non-finite values are written as they are (NaN, Infinity)."""
+    def log(self, step: int, values: dict, always: bool = False) -> None:
+        """One line, and every so many steps (or `always`) the tracker; values that are not finite stay as they are."""
         self.file.write(json.dumps({"step": step, "attempt": self.attempt, **values}) + "\n")
+        if step % self.every_steps and not always:
+            return
         self.tracker(step, {name: value for name, value in values.items() if isinstance(value, (int, float))})
 
     def close(self) -> None:
@@ -35,9 +35,8 @@ def require_tracker(tracker: Tracker) -> None:
     Raises:
         ConfigError: with the command that installs it.
     """
-    package = INSTALL.get(tracker.name)
-    if package and importlib.util.find_spec(package) is None:
-        raise ConfigError(f"tracker={tracker.name}: the package is not installed; pip install {package}, or use "
+    if tracker.name != "none" and importlib.util.find_spec(tracker.name) is None:
+        raise ConfigError(f"tracker={tracker.name}: the package is not installed; pip install {tracker.name}, or use "
                           f"tracker=tensorboard|none")
 
 

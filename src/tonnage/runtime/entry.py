@@ -1,12 +1,15 @@
 """The last frame of every command: errors become one clear text and an exit code, never a traceback on the console."""
 
 import difflib
+import errno
+import signal
+import subprocess
 import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-from tonnage.errors import ConfigError, TonnageError
+from tonnage.errors import EXIT_USER_ERROR, ConfigError, TonnageError
 from tonnage.runtime.logs import LOG
 
 
@@ -19,15 +22,34 @@ def guarded(main: Callable[[], int], quiet: bool = False) -> int:
     try:
         return main()
     except TonnageError as error:
+        LOG.debug(f"error: {error}")
         if not quiet:
             print(f"error: {error}", file=sys.stderr, flush=True)
         return error.exit_code
     except KeyboardInterrupt:
         print("stopped at once, without a checkpoint of the last steps", file=sys.stderr, flush=True)
         return 130
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            report_fault(error)
+            return 1
+        print(f"error: no space left ({error.filename or 'on the disk of the run folder'}); free some and go on with "
+              f"run=FOLDER", file=sys.stderr, flush=True)
+        return EXIT_USER_ERROR
     except Exception as error:
         report_fault(error)
         return 1
+
+
+def run_script(script: Path, *words: str) -> int:
+    """Run a launch script and wait for it, whatever is typed meanwhile: Ctrl-C reaches it too, and it stops in order."""
+    process = subprocess.Popen([sys.executable, str(script), *words])
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        code = process.wait()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    return code if code >= 0 else 128 - code
 
 
 def report_fault(error: Exception) -> None:

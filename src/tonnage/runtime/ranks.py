@@ -7,7 +7,6 @@ torchrun, deepspeed and our own launcher all speak through RANK, WORLD_SIZE, LOC
 import ctypes
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -18,12 +17,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from tonnage.errors import ConfigError
+from tonnage.errors import EXIT_DOES_NOT_FIT, EXIT_STOPPED_RESUMABLE, EXIT_USER_ERROR, ConfigError
 from tonnage.runtime.driver import driver_present
 
 LAUNCHER_VARIABLE = "TONNAGE_LAUNCHER"
 RUN_VARIABLE = "TONNAGE_RUN_FOLDER"
-KILL_AFTER_S = 30.0
+END_AFTER_S, STOP_AFTER_S = 3.0, 60.0  # for the other ranks, once one has failed, or stopped as asked
 PREPARATION_LIMIT = timedelta(days=7)
 
 
@@ -82,7 +81,7 @@ def resolve_gpus(wanted: int | str, device: str, place: Place) -> int:
     """Ranks of the run: as asked, else as started, else the visible GPUs (CPU: one)."""
     if wanted != "auto":
         return wanted
-    if place.world_size > 1:
+    if place.launcher != "none":
         return place.world_size
     return torch.cuda.device_count() if device == "cuda" else 1
 
@@ -116,12 +115,14 @@ def join(place: Place, gpus: int, device: str, timeout_s: float, cpu_threads: in
     local_ranks = min(place.local_size, gpus)
     threads = max(1, (os.cpu_count() or 1) // local_ranks) if cpu_threads == "auto" else cpu_threads
     torch.set_num_threads(threads)
-    os.environ["WORLD_SIZE"] = str(gpus)
-    backend = "gloo"
+    backend, index = "gloo", place.local_rank
     if device == "cuda":
         # a scheduler may show each task one GPU only: the index is not the local rank then
-        torch.cuda.set_device(place.local_rank % torch.cuda.device_count())
+        index = place.local_rank % torch.cuda.device_count()
+        torch.cuda.set_device(index)
         backend = "cpu:gloo,cuda:nccl"
+    # DeepSpeed reads these itself, and takes LOCAL_RANK for the index of the device
+    os.environ |= {"RANK": str(place.rank), "WORLD_SIZE": str(gpus), "LOCAL_RANK": str(index)}
     if place.launcher == "none":
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1,
                                 timeout=timedelta(seconds=timeout_s))
@@ -164,7 +165,7 @@ def _start_rank(script, argv, rank, gpus, port, run_folder):
                         "LOCAL_WORLD_SIZE": str(gpus), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
                         "TORCHELASTIC_USE_AGENT_STORE": "True",
                         "TORCHELASTIC_RESTART_COUNT": "0", RUN_VARIABLE: str(run_folder),
-                        LAUNCHER_VARIABLE: "deepspeed" if started_by_deepspeed() else "own"}
+                        LAUNCHER_VARIABLE: "deepspeed" if started_by_deepspeed() else "tonnage"}
     if sys.platform == "linux":
         env.setdefault("GLOO_SOCKET_IFNAME", "lo")
     env.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // gpus)))
@@ -184,7 +185,10 @@ def _watch(ranks, signals):
                     process.send_signal(received)
         failed = [process.returncode for process in ranks if process.returncode]
         if failed and deadline is None:
-            code, deadline = failed[0], time.monotonic() + (3.0 if failed[0] > 0 else 0.0)
+            # a rank that says what is to be mended tells more than those that lost the connection to it
+            code = min(failed, key=lambda value: value not in (EXIT_USER_ERROR, EXIT_DOES_NOT_FIT))
+            patience_s = 0.0 if code < 0 else STOP_AFTER_S if code == EXIT_STOPPED_RESUMABLE else END_AFTER_S
+            deadline = time.monotonic() + patience_s
         if deadline is not None and time.monotonic() > deadline:
             for process in ranks:
                 if process.poll() is None:
@@ -195,7 +199,3 @@ def _watch(ranks, signals):
         code = next((value for value in codes if value), 0)
     return code if code >= 0 else 128 - code
 
-
-def node_name() -> str:
-    """This machine's name, for logs."""
-    return socket.gethostname()

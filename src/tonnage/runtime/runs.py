@@ -106,7 +106,7 @@ def lock_run(folder: Path):
     handle = open(folder / ".lock", "w")
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
+    except BlockingIOError as error:
         raise ConfigError(f"run={folder}: another process is running it ({read_status(folder).get('pid', 'unknown')}"
                           f"); wait for it or stop it") from error
     return handle
@@ -127,7 +127,8 @@ def redacted(value, name: str = ""):
         if SECRET_NAME.search(name):
             return REDACTED
         left, equals, _ = value.partition("=")
-        return f"{left}={REDACTED}" if equals and SECRET_NAME.search(left) else value
+        override = equals and re.fullmatch(r"[\w.+~/]+", left)
+        return f"{left}={REDACTED}" if override and SECRET_NAME.search(left) else value
     return value
 
 

@@ -47,6 +47,7 @@ class Position:
     nonfinite_steps: int = 0
     best_metric: float | None = None
     best_step: int | None = None
+    loss_scale: float = 1.0
 
     @classmethod
     def from_dict(cls, values: dict) -> "Position":
@@ -60,7 +61,7 @@ def checkpoint_bytes(engine: Engine, num_states: int) -> int:
 
 
 def require_space(folder: Path, needed_bytes: int, num_kept: int) -> None:
-    """Check that one checkpoint more than are kept fits on the file system of `folder`.
+    """Check that `num_kept` checkpoints and the one being written fit on the file system of `folder`.
 
     Raises:
         CheckpointError: with both numbers.
@@ -101,7 +102,7 @@ def save(folder: Path, engine: Engine, position: Position, run_id: str, source_s
 def newest_complete(folder: Path, run_id: str) -> Path | None:
     """The complete checkpoint of this run with the highest step; broken ones are named and passed over."""
     for path in sorted(folder.glob("step-*"), reverse=True):
-        fault = _fault(path, run_id)
+        fault = fault_of(path, run_id)
         if fault is None:
             return path
         LOG.warning(f"{path}: passed over: {fault}")
@@ -299,7 +300,7 @@ def _file_facts(file, sync=False):
     return {"bytes": file.stat().st_size, "xxh3_128": digest.hexdigest()}
 
 
-def _fault(path, run_id):
+def fault_of(path: Path, run_id: str) -> str | None:
     """What is wrong with a checkpoint folder, or None."""
     try:
         manifest = json.loads((path / "manifest.json").read_text())

@@ -4,7 +4,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from tonnage.config.rules import Layout
+from tonnage.config.rules import Layout, shard_gpus
 from tonnage.config.schema import Config
 from tonnage.data.formats import Counts
 from tonnage.data.formats import Source as Records
@@ -54,6 +54,8 @@ def _steps(config, cut):
         return "not known for a stream"
     if config.data.packing or cut.global_rows is None:
         return "known once the data are tokenised"
+    if not all(Path(one.path).exists() for one in data_sets(config)):
+        return "known once the data are fetched"
     try:
         rows = sum(one.weight * sum(1 for _ in Records(one).records(config.data.on_bad, Counts()))
                    for one in data_sets(config))
@@ -65,8 +67,7 @@ def _steps(config, cut):
 def _fsdp_plan(config, layout):
     facts = MODELS.get(config.model.name)
     layers = f"{facts.architecture.num_layers} decoder layers" if facts else "each decoder layer"
-    shard = {"ddp": 1, "fsdp": layout.gpus}.get(layout.strategy) or (
-        layout.gpus_per_node if config.strategy.shard_gpus == "auto" else config.strategy.shard_gpus)
+    shard = shard_gpus(config, layout.strategy, layout.gpus, layout.gpus_per_node)
     again = "gathered again in backward" if config.strategy.reshard_after_forward else "kept until backward"
     managed = "trained weights only, frozen ones are whole on each rank" if shard == 1 else "all weights"
     return [f"mesh: {layout.gpus // shard} replicas x {shard} shards",

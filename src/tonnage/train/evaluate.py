@@ -8,12 +8,17 @@ from tonnage.data.windows import cut_window
 from tonnage.engines.base import Engine
 from tonnage.train.loss import LossHead, loss_sum
 
+STOP_EVERY = 8  # micro-batches
+
 
 def evaluate(engine: Engine, head: LossHead, rows, num_rows: int, micro_rows: int, pad_token: int, flat: bool,
-             group: dist.ProcessGroup, progress=lambda done, total: None) -> float:
+             group: dist.ProcessGroup, stop=lambda: False) -> float | None:
     """Sum of token losses / number of label tokens over the first `num_rows` of `rows` (collective).
 
     Ranks take equal shares to within a row; a rank without rows runs empty micro-batches. Only sums are kept.
+
+    Args:
+        stop: asked every few micro-batches, agreed by all ranks; True ends it with None.
     """
     shares = cut_window([int(length) for length in rows.input_tokens[:num_rows]], dist.get_world_size(), micro_rows)
     mine = shares[dist.get_rank()]
@@ -21,11 +26,16 @@ def evaluate(engine: Engine, head: LossHead, rows, num_rows: int, micro_rows: in
     engine.model.eval()
     with torch.no_grad():
         for number, micro in enumerate(mine):
+            if number % STOP_EVERY == 0 and stop():
+                break
             batch = collate([rows[i] for i in micro], pad_token, flat).to(engine.device)
             total[0] += loss_sum(engine.forward, head, batch).double().cpu()
             total[1] += batch.num_label_tokens
-            progress(number + 1, len(mine))
+        else:
+            number = None
     engine.model.train()
+    if number is not None:
+        return None
     dist.all_reduce(total, group=group)
     return float(total[0] / total[1])
 
@@ -44,7 +54,9 @@ def answer(engine: Engine, tokenizer, prompt: str, system: str | None, max_token
     with torch.no_grad():
         for _ in range(max_tokens):
             logits = engine.forward(input_ids=ids, use_cache=False, logits_to_keep=1).logits
-            ids = torch.cat([ids, logits[:, -1].argmax(-1, keepdim=True)], dim=1)
+            token = logits[:, -1].argmax(-1, keepdim=True)
+            dist.broadcast(token, src=0)  # a tie may fall differently on another rank
+            ids = torch.cat([ids, token], dim=1)
             if int(ids[0, -1]) in end:
                 break
     engine.model.train()

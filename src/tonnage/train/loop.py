@@ -29,18 +29,19 @@ def train(s: Session) -> str:
     """Run to the last step or to a stop request; returns `done` or `stopped`."""
     position, config = s.position, s.config
     while position.step < s.num_steps:
-        rows, cursor = s.source.next(position.cursor)
-        started = time.monotonic()
-        result = run_window(s, rows, position.step + 1)
-        if result is None:
+        if s.stop_agreed():
             _save(s)
             return "stopped"
+        started = time.monotonic()
+        rows, cursor = s.source.next(position.cursor)
+        result = run_window(s, rows, position.step + 1)
 
         # ---- the window is behind us: count it, whether or not the update was applied
         position.step, position.cursor = position.step + 1, cursor
         position.label_tokens += result["label_tokens"]
         position.num_updates += result["applied"]
-        position.nonfinite_steps = 0 if result["applied"] else position.nonfinite_steps + 1
+        position.nonfinite_steps = 0 if result["applied"] else position.nonfinite_steps + (not result["overflow"])
+        position.loss_scale = s.engine.loss_scale
         _report(s, result, time.monotonic() - started)
         if position.nonfinite_steps >= config.train.max_nonfinite_steps:
             raise TrainingError(f"train.max_nonfinite_steps={config.train.max_nonfinite_steps}: that many steps in a row "
@@ -59,17 +60,15 @@ def train(s: Session) -> str:
     return "done"
 
 
-def run_window(s: Session, rows, step: int) -> dict | None:
-    """One optimizer step on the rows of a window; None where a stop was asked for (nothing is changed then)."""
+def run_window(s: Session, rows, step: int) -> dict:
+    """One optimizer step on the rows of a window (collective); its figures."""
     lengths = [len(row.tokens) for row in rows]
     micros = cut_window(lengths, s.world_size, s.cut.micro_rows)[s.rank]
     batches = [collate([rows[i] for i in micro], s.pad_token, s.flat) for micro in micros]
     counts = torch.tensor([sum(batch.num_label_tokens for batch in batches),
-                           sum(batch.num_input_tokens for batch in batches), int(s.stop.requested)], dtype=torch.int64)
+                           sum(batch.num_input_tokens for batch in batches)], dtype=torch.int64)
     dist.all_reduce(counts, group=s.group)
-    label_tokens, input_tokens, stop = counts.tolist()
-    if stop:
-        return None
+    label_tokens, input_tokens = counts.tolist()
     if label_tokens == 0:
         raise TrainingError(f"window {step} has no label token; preparation should have dropped such rows")
 
@@ -85,8 +84,8 @@ def run_window(s: Session, rows, step: int) -> dict | None:
     outcome = s.engine.step(rate)
     dist.all_reduce(total)
     return {"loss": float(total) / label_tokens, "grad_norm": outcome.grad_norm, "applied": outcome.applied,
-            "learning_rate": rate, "label_tokens": label_tokens, "input_tokens": input_tokens, "rows": len(rows),
-            "accumulation_steps": len(batches)}
+            "overflow": outcome.overflow, "learning_rate": rate, "label_tokens": label_tokens,
+            "input_tokens": input_tokens, "rows": len(rows), "accumulation_steps": len(batches)}
 
 
 def seed_window(seed: int, step: int, rank: int) -> None:
@@ -112,8 +111,7 @@ def _report(s, result, step_s):
               "label_tokens_per_s": result["label_tokens"] / step_s, "epoch": position.cursor.epoch,
               "clipped_norm": min(result["grad_norm"], clip or math.inf), "memory_gib": memory_gib(s.engine.device),
               "total_label_tokens": position.label_tokens}
-    if position.step % s.metrics.every_steps == 0 or position.step == s.num_steps:
-        s.metrics.log(position.step, values)
+    s.metrics.log(position.step, values, always=position.step == s.num_steps)
     s.progress.update(position.step, f"loss {result['loss']:.4f}  {number(values['input_tokens_per_s'])} tokens/s  "
                                      f"{step_s:.2f} s/step  {values['memory_gib']:.2f} GiB")
     s.status("running", f"step {position.step} of {s.num_steps}", at_most_every_s=1.0)
@@ -123,7 +121,7 @@ def _save(s):
     """Checkpoint, then make room. A metric is only kept as best if it was measured at this step."""
     if s.last_saved == s.position.step:
         return
-    path = checkpoint.save(s.folder / "checkpoints", s.engine, s.position, s.run_id, s.source.state(), s.group)
+    path = checkpoint.save(s.folder / "checkpoints", s.engine, s.position, s.run_id, s.source.state(), s.patient_group)
     s.last_saved = s.position.step
     if s.rank == 0:
         keep = s.config.checkpoint

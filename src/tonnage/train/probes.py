@@ -50,11 +50,13 @@ def probe_loss(engine: Engine, head: LossHead, vocab: int, precision: str, flat:
     if head.kind != "chunked":
         return
     batch = collate([_row(_tokens(vocab, 24, 0))], 0, flat).to(engine.device)
+    engine.model.eval()
     with torch.no_grad():
         chunked = float(loss_sum(engine.forward, head, batch))
         head.kind = "plain"
         plain = float(loss_sum(engine.forward, head, batch))
     head.kind = "chunked"
+    engine.model.train()
     if not abs(chunked - plain) <= TOLERANCE[precision] * abs(plain):
         raise ConfigError(f"train.loss=chunked: gives {chunked:.5g} where the model's own logits give {plain:.5g}; use "
                           f"train.loss=plain")

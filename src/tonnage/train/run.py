@@ -1,6 +1,8 @@
 """One attempt of a run on one rank: from its folder to a status that says how it ended."""
 
+import os
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -10,7 +12,7 @@ from tonnage.config.compose import compose_config
 from tonnage.config.rules import Layout
 from tonnage.config.schema import Config
 from tonnage.data.prepare import describe
-from tonnage.errors import EXIT_DONE, EXIT_STOPPED_RESUMABLE, DoesNotFit
+from tonnage.errors import EXIT_DONE, EXIT_STOPPED_RESUMABLE, DataError, DoesNotFit
 from tonnage.models.build import count_by_kind
 from tonnage.report.console import memory_gib, number, table
 from tonnage.runtime import runs
@@ -24,7 +26,7 @@ def train_run(start, group: dist.ProcessGroup, layout: Layout, device: torch.dev
     config = run_config(start.folder, start.attempt)
     session = None
     try:
-        rows = prepare_data(config, start.model_folder, progress=False)
+        rows = _prepared(config, start.model_folder, group)
         session = open_session(config, start.folder, start.model_folder, layout.strategy, layout.gpus_per_node,
                                start.attempt, group, device, rows, start.start_from)
         return _train(session, layout, rows)
@@ -32,19 +34,39 @@ def train_run(start, group: dist.ProcessGroup, layout: Layout, device: torch.dev
         fit = DoesNotFit(f"rank {dist.get_rank()} ran out of GPU memory ({str(error).splitlines()[0]}); lower "
                          f"batch.micro_rows={layout.cut.micro_rows} (the global batch stays what it is), set "
                          f"model.activation_checkpointing=full, or shard more: strategy=zero3|fsdp, more gpus")
-        runs.write_status(start.folder, "failed", str(fit), attempt=start.attempt, resumable=True)
+        _note_failure(start, session, fit)
         raise fit from error
     except Exception as error:
-        if dist.get_rank() == 0 or session is None:
-            step = session.position.step if session else 0
-            runs.write_status(start.folder, "failed", f"{type(error).__name__}: {error}", attempt=start.attempt,
-                              step=step, resumable=True)
+        _note_failure(start, session, error)
         raise
     finally:
         if session is not None:
             session.progress.close()
             if session.metrics is not None:
                 session.metrics.close()
+
+
+def _prepared(config, model_folder, group):
+    """Rows, by one rank of each node first, so that a node without the cache makes it once; equal on all ranks."""
+    first = int(os.environ.get("LOCAL_RANK", "0")) == 0
+    rows = prepare_data(config, model_folder, progress=False) if first else None
+    dist.barrier(group=group)
+    rows = rows or prepare_data(config, model_folder, progress=False)
+    prints = [None] * dist.get_world_size()
+    dist.all_gather_object(prints, [one and one.fingerprint for one in rows], group=group)
+    if any(one != prints[0] for one in prints):
+        raise DataError(f"data.path={config.data.path}: ranks read different data (nodes hold different copies, or other "
+                        f"tokenizer files); put them on a disk that all nodes share")
+    return rows
+
+
+def _note_failure(start, session, error):
+    """The first failure of an attempt stays in status.json: what follows on other ranks is a lost connection."""
+    if runs.read_status(start.folder).get("state") == "failed":
+        return
+    with suppress(OSError):  # a full disk must not hide what happened
+        runs.write_status(start.folder, "failed", f"{type(error).__name__}: {error}", attempt=start.attempt, resumable=True,
+                          step=session.position.step if session else 0)
 
 
 def run_config(folder: Path, attempt: int) -> Config:

@@ -1,19 +1,22 @@
 """Everything a rank holds while it trains, and how it is put together."""
 
 import importlib.util
+import math
 import signal
 import time
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from tonnage.config.batch import BatchCut, resolve_batch
+from tonnage.config.rules import shard_gpus
 from tonnage.config.schema import Config, DataSet
 from tonnage.data.prepare import Rows, prepare, prepare_split
 from tonnage.data.stream import StreamRows
-from tonnage.data.template import load_tokenizer
+from tonnage.data.template import load_tokenizer, read_template
 from tonnage.engines.base import Engine, Parts
 from tonnage.errors import CheckpointError
 from tonnage.facts.capabilities import CAPABILITIES
@@ -46,12 +49,16 @@ class StopRequest:
 
 @dataclass
 class Session:
-    """One rank's state. `metrics` is None on ranks other than 0; `group` is a CPU group for agreeing."""
+    """One rank's state. `metrics` is None on ranks other than 0.
+
+    `group` is a CPU group for agreeing within cluster.timeout_s; `patient_group` waits while one rank reads or writes.
+    """
 
     config: Config
     folder: Path
     run_id: str
     group: dist.ProcessGroup
+    patient_group: dist.ProcessGroup
     cut: BatchCut
     engine: Engine
     head: LossHead
@@ -88,26 +95,42 @@ class Session:
             runs.write_status(self.folder, state, message, step=self.position.step, num_steps=self.num_steps,
                               attempt=self.attempt, resumable=state != "done", **facts)
 
-    def evaluate(self) -> float:
-        """Held-out loss now; logs it and remembers the best."""
+    def stop_agreed(self) -> bool:
+        """Whether any rank has been asked to stop (collective)."""
+        asked = torch.tensor(int(self.stop.requested))
+        dist.all_reduce(asked, group=self.group)
+        return bool(asked)
+
+    def evaluate(self) -> None:
+        """Held-out loss now; logs it and remembers the best. A stop request ends it early."""
         limit = min(len(self.eval_rows), self.config.eval.max_rows or len(self.eval_rows))
         started = time.monotonic()
         loss = evaluate(self.engine, self.head, self.eval_rows, limit, self.cut.micro_rows, self.pad_token, self.flat,
-                        self.group)
+                        self.group, self.stop_agreed)
+        if loss is None:
+            return
         position = self.position
-        if position.best_metric is None or loss < position.best_metric:
+        # the untrained model is no candidate: nothing is saved of it
+        if position.step and math.isfinite(loss) and (position.best_metric is None or loss < position.best_metric):
             position.best_metric, position.best_step = loss, position.step
-        LOG.info(f"step {position.step}: held-out loss {loss:.4f} over {limit} rows "
+        LOG.info(f"step {position.step}: held-out {self.config.eval.metric} {loss:.4f} over {limit} rows "
                  f"({time.monotonic() - started:.0f} s)")
         if self.metrics is not None:
-            self.metrics.log(position.step, {"eval_loss": loss, "eval_rows": limit})
-        return loss
+            self.metrics.log(position.step, {"eval_loss": loss, "eval_rows": limit}, always=True)
 
     def answers(self, title: str) -> None:
         """Print answers to eval.prompts."""
         for prompt in self.config.eval.prompts:
             text = answer(self.engine, self.tokenizer, prompt, self.config.data.system, self.config.eval.prompt_tokens)
             LOG.info(f"{title}\n  > {prompt}\n  {text}")
+
+
+def run_tokenizer(config: Config, folder: str):
+    """The tokenizer with the chat template the run trains on, for answers and exports too."""
+    tokenizer = load_tokenizer(folder)
+    if config.data.chat_template:
+        tokenizer.chat_template = read_template(config.data.chat_template)
+    return tokenizer
 
 
 def data_sets(config: Config) -> list[DataSet]:
@@ -134,11 +157,11 @@ def prepare_data(config: Config, folder: str, progress: bool) -> tuple[Rows | No
     return prepare(data_sets(config), config.data, folder, packing=config.data.packing, **options), held_out
 
 
-def resolve_attention(wanted: str, device: str) -> str:
-    """auto: flash where flash-attn is installed and a GPU is used, sdpa otherwise."""
+def resolve_attention(wanted: str, device: str, precision: str) -> str:
+    """auto: flash where flash-attn is installed and a GPU is used in 16 bits, sdpa otherwise."""
     if wanted != "auto":
         return wanted
-    return "flash" if device == "cuda" and importlib.util.find_spec("flash_attn") else "sdpa"
+    return "flash" if device == "cuda" and precision != "fp32" and importlib.util.find_spec("flash_attn") else "sdpa"
 
 
 def make_engine(config: Config, strategy: str, gpus_per_node: int, cut: BatchCut, device: torch.device) -> Engine:
@@ -152,9 +175,8 @@ def make_engine(config: Config, strategy: str, gpus_per_node: int, cut: BatchCut
         return DeepSpeedEngine(settings=settings, precision=config.precision.name, clip_norm=clip, device=device)
     from tonnage.engines.fsdp import FsdpEngine
 
-    shard_gpus = {"ddp": 1, "fsdp": dist.get_world_size()}.get(strategy) or (
-        gpus_per_node if config.strategy.shard_gpus == "auto" else config.strategy.shard_gpus)
-    return FsdpEngine(shard_gpus=shard_gpus, precision=config.precision.name, offload=config.strategy.offload == "all",
+    shard = shard_gpus(config, strategy, dist.get_world_size(), gpus_per_node)
+    return FsdpEngine(shard_gpus=shard, precision=config.precision.name, offload=config.strategy.offload == "all",
                       reshard_after_forward=config.strategy.reshard_after_forward, clip_norm=clip,
                       compile_layers=config.model.compile, device=device)
 
@@ -179,7 +201,7 @@ def engine_parts(config: Config, folder: str, attention: str) -> Parts:
 
 
 def open_session(config: Config, run_folder: Path, model_folder: str, strategy: str, gpus_per_node: int, attempt: int,
-                 group: dist.ProcessGroup, device: torch.device, rows: tuple[Rows | None, Rows | None],
+                 patient_group: dist.ProcessGroup, device: torch.device, rows: tuple[Rows | None, Rows | None],
                  start_from: Path | None = None) -> Session:
     """Build engine, data source and reporting, and go to where the newest complete checkpoint stands (collective).
 
@@ -187,8 +209,9 @@ def open_session(config: Config, run_folder: Path, model_folder: str, strategy: 
         start_from: checkpoint of another run whose weights a forked run begins with.
     """
     cut = resolve_batch(config.batch, dist.get_world_size(), config.data.seq_tokens)
-    tokenizer = load_tokenizer(model_folder)
-    attention = resolve_attention(config.model.attention, device.type)
+    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=config.cluster.timeout_s))
+    tokenizer = run_tokenizer(config, model_folder)
+    attention = resolve_attention(config.model.attention, device.type, config.precision.name)
     flat = attention == "flash"
     train_rows, eval_rows = rows
     if train_rows is None:
@@ -204,18 +227,20 @@ def open_session(config: Config, run_folder: Path, model_folder: str, strategy: 
     head = LossHead(engine.model, config.train.loss, config.train.loss_chunk_tokens)
     vocab = engine.model.config.get_text_config().vocab_size
     probes.probe_loss(engine, head, vocab, config.precision.name, flat)
-    if config.data.packing:
+    if config.data.packing or flat:
         probes.probe_packing(engine, vocab, config.precision.name, attention, flat)
 
     checkpoints = run_folder / "checkpoints"
     run_id = run_folder.name
-    position, last_saved = _restore(checkpoints, run_id, engine, source, group, start_from)
+    position, last_saved = _restore(checkpoints, run_id, engine, source, patient_group, start_from)
     main = dist.get_rank() == 0
     num_states = {"sgd": 1}.get(config.optimizer.name, 2)
     if main:
-        checkpoint.require_space(checkpoints, checkpoint.checkpoint_bytes(engine, num_states), config.checkpoint.keep)
+        checkpoint.require_space(checkpoints, checkpoint.checkpoint_bytes(engine, num_states),
+                                 config.checkpoint.keep + (config.checkpoint.keep_best and eval_rows is not None))
     return Session(
-        config=config, folder=run_folder, run_id=run_id, group=group, cut=cut, engine=engine, head=head, source=source,
+        config=config, folder=run_folder, run_id=run_id, group=group,
+        patient_group=patient_group, cut=cut, engine=engine, head=head, source=source,
         tokenizer=tokenizer, flat=flat, eval_rows=eval_rows, num_steps=num_steps,
         peak_rate=peak_learning_rate(config.optimizer, config.adapter.name, cut.global_rows), attempt=attempt,
         metrics=Metrics(run_folder, config.tracker, attempt, runs.read_config(run_folder)) if main else None,
@@ -235,6 +260,8 @@ def _restore(checkpoints, run_id, engine, source, group, start_from):
         return checkpoint.Position(), None
     position, state = checkpoint.read_position(choice[0])
     checkpoint.load(choice[0], engine, position.num_updates)
+    if position.step:
+        engine.loss_scale = position.loss_scale
     try:
         source.restore(state)
     except (KeyError, AssertionError) as error:
