@@ -3,7 +3,7 @@ PYTHON ?= python3
 PY := .venv/bin/python
 export TOKENIZERS_PARALLELISM := true
 
-.PHONY: setup demo test test-all checks docs equivalence kill-test readme bench-trl bench-overhead
+.PHONY: setup demo test test-slow test-all checks docs equivalence kill-test readme bench-trl bench-overhead
 
 setup: .venv/ready
 
@@ -22,13 +22,16 @@ demo: setup
 	$(PY) launch/demo.py
 
 test: setup
-	$(PY) -m pytest tests
+	$(PY) -m pytest tests -m "not slow"
+
+test-slow: setup
+	$(PY) -m pytest tests -m slow
 
 checks: setup
 	.venv/bin/ruff check .
 
 # what is too long for `make test`: every cell of the matrix, runs killed and resumed, the README's commands
-test-all: checks test equivalence kill-test readme
+test-all: checks test test-slow equivalence kill-test readme
 
 equivalence: setup
 	$(PY) tests/dist/equivalence.py

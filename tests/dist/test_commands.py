@@ -106,6 +106,7 @@ def test_a_finished_run_refuses_and_a_changed_one_names_the_fork(place, finished
     assert "seed=3: was 0" in changed.stderr and "run.fork=true" in changed.stderr
 
 
+@pytest.mark.slow
 def test_a_fork_starts_from_the_weights_in_a_new_folder(place, finished):
     done = run(place, f"run={finished}", "run.fork=true", "run.name=forked", "seed=3", "optimizer.learning_rate=1e-9")
     assert done.returncode == 0, done.stderr
@@ -113,6 +114,7 @@ def test_a_fork_starts_from_the_weights_in_a_new_folder(place, finished):
     assert yaml.safe_load((place / "outputs" / "forked" / "attempts" / "001.yaml").read_text())["forked_from"]
 
 
+@pytest.mark.slow
 def test_a_sweep_makes_a_run_for_each_point(place):
     done = run(place, "-m", *tiny(place, "train.max_steps=1", "optimizer.learning_rate=1e-4,2e-4",
                                   f"run.root={place}/sweep"))
@@ -129,6 +131,7 @@ def forget_after(run_folder, step):
     (run_folder / "status.json").unlink()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name, words", [
     ("stream", ["data.streaming=true", "data.buffer_rows=6", "train.max_steps=6"]),
     ("stream-packed", ["data.streaming=true", "data.buffer_rows=6", "train.max_steps=6", "data.packing=true"]),
@@ -183,6 +186,7 @@ def test_an_export_loads_and_generates(place, finished, kind):
     assert again.returncode == EXIT_USER_ERROR and "exists" in again.stderr
 
 
+@pytest.mark.slow
 def test_new_tokens_are_trained_saved_and_exported_with_an_adapter(place):
     from safetensors import safe_open
 
@@ -226,6 +230,7 @@ def test_each_mistake_is_one_clear_error(place, change, expected):
     assert set((place / "outputs").glob("*")) == before  # nothing half-made is left
 
 
+@pytest.mark.slow
 def test_broken_weights_are_named_before_anything_is_trained(place):
     broken = place / "broken"
     shutil.copytree(place / "model", broken, dirs_exist_ok=True)

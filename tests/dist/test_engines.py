@@ -55,8 +55,9 @@ def train_from_to(folder, strategy, adapter, micro, run_folder, until, epochs=2,
 
 
 @pytest.mark.parametrize("strategy, adapter, precision", [
-    ("ddp", "lora", "fp32"), ("zero0", "full", "fp32"), ("zero1", "full", "bf16"), ("zero2", "lora", "fp32"),
-    ("zero3", "full", "fp32"), ("zero3", "lora", "bf16"), ("fsdp", "full", "bf16"), ("fsdp", "lora", "fp32")])
+    *(pytest.param(*cell, marks=pytest.mark.slow) for cell in [
+        ("ddp", "lora", "fp32"), ("zero0", "full", "fp32"), ("zero3", "full", "fp32"), ("fsdp", "full", "bf16")]),
+    ("zero1", "full", "bf16"), ("zero2", "lora", "fp32"), ("zero3", "lora", "bf16"), ("fsdp", "lora", "fp32")])
 def test_a_resumed_run_is_byte_equal_at_any_step(pools, tiny_folder, tmp_path, strategy, adapter, precision):
     whole = tmp_path / "whole"
     whole.mkdir()
@@ -69,7 +70,7 @@ def test_a_resumed_run_is_byte_equal_at_any_step(pools, tiny_folder, tmp_path, s
         assert equal(found, expected), f"stopped after step {stop}"
 
 
-@pytest.mark.parametrize("adapter", ["full", "lora"])
+@pytest.mark.parametrize("adapter", ["full", pytest.param("lora", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("first, second", [
     (("zero1", 2, 2), ("zero3", 3, 1)), (("zero3", 3, 2), ("fsdp", 2, 4)), (("fsdp", 2, 2), ("ddp", 1, 2)),
     (("ddp", 3, 1), ("zero2", 2, 2)), (("zero2", 2, 1), ("zero0", 1, 4)), (("zero0", 2, 2), ("zero3", 2, 1))])
@@ -222,7 +223,7 @@ def train_three(folder, strategy, *overrides):
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero2", "zero3", "fsdp"])
-@pytest.mark.parametrize("adapter", ["full", "lora"])
+@pytest.mark.parametrize("adapter", [pytest.param("full", marks=pytest.mark.slow), "lora"])
 def test_activation_checkpointing_changes_nothing(pools, tiny_folder, strategy, adapter):
     plain = pools(2).run(train_three, tiny_folder, strategy, f"adapter={adapter}")[0]
     again = pools(2).run(train_three, tiny_folder, strategy, f"adapter={adapter}", "model.activation_checkpointing=full")[0]
@@ -289,6 +290,7 @@ def test_the_probe_tells_isolated_samples_from_leaking_ones(pools, tiny_folder):
     assert pools(1).run(probe, tiny_folder, True)[0].startswith("data.packing=true: with model.attention=sdpa")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_compiled_layers_learn_the_same(pools, tiny_folder, strategy):
     losses, weights = pools(2).run(train_three, tiny_folder, strategy, "adapter=lora")[0]
@@ -350,6 +352,7 @@ def train_8bit(folder, strategy, run_folder, until):
     return found
 
 
+@pytest.mark.slow
 def test_eight_bit_states_follow_adamw_and_survive_a_resume(pools, wide_folder, tmp_path):
     losses, _ = pools(2).run(train_three, wide_folder, "fsdp", "adapter=full", "train.epochs=2", "optimizer.learning_rate=0.001")[0]
     found, weights, kinds = pools(2).run(train_8bit, wide_folder, "fsdp", str(tmp_path), 4, timeout_s=600)[0]
