@@ -74,6 +74,7 @@ def test_a_run_folder_says_what_happened(place, finished):
 
 
 @pytest.mark.parametrize("name, starter, words", [
+    ("one", (sys.executable,), ["gpus=1", "strategy=zero2"]),
     ("own", (sys.executable,), ["gpus=3", "strategy=fsdp"]),
     ("torchrun", (str(BIN / "torchrun"), "--nproc-per-node", "3"), ["gpus=2", "strategy=zero2"]),
     ("deepspeed", (str(BIN / "deepspeed"),), ["gpus=2"])])
@@ -108,10 +109,14 @@ def test_a_finished_run_refuses_and_a_changed_one_names_the_fork(place, finished
 
 @pytest.mark.slow
 def test_a_fork_starts_from_the_weights_in_a_new_folder(place, finished):
-    done = run(place, f"run={finished}", "run.fork=true", "run.name=forked", "seed=3", "optimizer.learning_rate=1e-9")
+    before = set((place / "outputs").iterdir())
+    done = run(place, f"run={finished}", "run.fork=true", "seed=3", "optimizer.learning_rate=1e-9")
     assert done.returncode == 0, done.stderr
-    assert near(weights(place / "outputs" / "forked"), weights(finished), 1e-3)
-    assert yaml.safe_load((place / "outputs" / "forked" / "attempts" / "001.yaml").read_text())["forked_from"]
+    (forked,) = set((place / "outputs").iterdir()) - before
+    assert near(weights(forked), weights(finished), 1e-3)
+    assert yaml.safe_load((forked / "attempts" / "001.yaml").read_text())["forked_from"]
+    again = run(place, f"run={forked}")
+    assert again.returncode == EXIT_USER_ERROR and "is finished" in again.stderr  # a run of its own, not forked anew
 
 
 @pytest.mark.slow
@@ -150,11 +155,11 @@ def test_a_resume_reads_on_where_it_stopped(place, name, words):
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-def test_a_request_to_stop_writes_a_checkpoint_and_the_run_goes_on(place, finished):
-    words = tiny(place, "run.name=stopped", "strategy=fsdp", "gpus=2", "batch.micro_rows=1", "train.epochs=60")
-    process = subprocess.Popen([sys.executable, str(ROOT / "launch" / "train.py"), *words], cwd=place, text=True,
-                               stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    folder = place / "outputs" / "stopped"
+def stopped_run(place, name, *words):
+    """Start a run, send SIGTERM after two steps; (its folder, its status)."""
+    process = subprocess.Popen([sys.executable, str(ROOT / "launch" / "train.py"), *tiny(place, f"run.name={name}", *words)],
+                               cwd=place, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    folder = place / "outputs" / name
     deadline = time.monotonic() + 120
     while read_status(folder).get("step", 0) < 2 and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -163,6 +168,21 @@ def test_a_request_to_stop_writes_a_checkpoint_and_the_run_goes_on(place, finish
     status = read_status(folder)
     assert process.returncode == EXIT_STOPPED_RESUMABLE, errors
     assert status["state"] == "stopped" and status["resumable"]
+    return folder, status
+
+
+@pytest.mark.slow
+def test_a_stopped_stream_loses_no_window(place):
+    words = ["data.streaming=true", "data.buffer_rows=6", "train.max_steps=60", "strategy=ddp"]
+    folder, _ = stopped_run(place, "stopped-stream", *words)
+    for done in (run(place, f"run={folder}"), run(place, *tiny(place, "run.name=whole-stream", *words))):
+        assert done.returncode == 0, done.stderr
+    found, expected = weights(folder), weights(place / "outputs" / "whole-stream")
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_a_request_to_stop_writes_a_checkpoint_and_the_run_goes_on(place):
+    folder, status = stopped_run(place, "stopped", "strategy=fsdp", "gpus=2", "batch.micro_rows=1", "train.epochs=60")
     assert [path.name for path in (folder / "checkpoints").iterdir()] == [f"step-{status['step']:08d}"]
     again = run(place, f"run={folder}", "gpus=1", "strategy=ddp")
     assert again.returncode == 0, again.stderr
