@@ -55,6 +55,8 @@ def main(argv: list[str]) -> int:
         print(HELP.format(recipes=", ".join(recipes()), groups=", ".join(groups()),
                           keys=", ".join(list(schema_fields())[:6])))
         return EXIT_DONE
+    if command.multirun and command.print_config:
+        raise ConfigError("--cfg: not with -m; print the config of one run")
     if command.multirun:
         return sweep(command)
     config = compose(command)
@@ -137,7 +139,7 @@ def begin(command: CommandLine, config: Config, layout: rules.Layout) -> tuple[S
     start_from = None
     resumed = command.run_folder is not None and not config.run.fork
     if command.run_folder is not None and config.run.fork:
-        start_from = newest_complete(command.run_folder / "checkpoints", command.run_folder.resolve().name)
+        start_from = newest_complete(command.run_folder / "checkpoints", runs.run_id(command.run_folder))
         if start_from is None:
             raise ConfigError(f"run={command.run_folder}: has no complete checkpoint to fork from")
     if resumed and runs.read_status(command.run_folder).get("state") == "done":

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from tonnage.config.compose import CONF, RECIPES, ROOT, compose_config, describe_type, groups, recipes, schema_fields
-from tonnage.config.schema import STRATEGIES, DataSet
+from tonnage.config.schema import DataSet
 from tonnage.errors import ConfigError
 from tonnage.facts.capabilities import CAPABILITIES
 from tonnage.facts.models import MODELS
@@ -70,7 +70,7 @@ def test_every_preset_is_small_and_says_only_what_differs(group, choice):
 
 
 def test_every_choice_that_the_schema_names_has_a_preset():
-    assert set(groups()["strategy"]) == set(STRATEGIES)
+    assert set(groups()["strategy"]) == set(("auto", *CAPABILITIES))
     for group in ("adapter", "optimizer", "precision", "schedule", "tracker"):
         assert set(describe_type(schema_fields()[f"{group}.name"].type).split(" or ")) == set(groups()[group])
 
@@ -113,7 +113,7 @@ def test_every_recipe_is_small_and_names_data_that_exist(name):
 
 # ---- dry runs
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", ("auto", *CAPABILITIES))
 def test_a_dry_run_of_four_gpus_for_each_strategy(dry_run, strategy):
     overrides = ["model=llama7b", "gpus=4", f"strategy={strategy}"]
     if strategy == "zero0":

@@ -120,6 +120,21 @@ def test_a_fork_starts_from_the_weights_in_a_new_folder(place, finished):
 
 
 @pytest.mark.slow
+def test_a_moved_run_goes_on_and_one_without_a_whole_checkpoint_says_so(place):
+    done = run(place, *tiny(place, "run.name=here", "checkpoint.every_steps=1"))
+    assert done.returncode == 0, done.stderr
+    moved = (place / "outputs" / "here").rename(place / "elsewhere")
+    forget_after(moved, 3)
+    done = run(place, f"run={moved}")
+    assert done.returncode == 0 and "resumed after step 3" in done.stdout, done.stderr
+    forget_after(moved, 4)
+    for path in (moved / "checkpoints").glob("step-*/trainer.json"):
+        path.write_text("{}")
+    done = run(place, f"run={moved}")
+    assert done.returncode == EXIT_USER_ERROR and "checkpoints can be used" in done.stderr
+
+
+@pytest.mark.slow
 def test_a_sweep_makes_a_run_for_each_point(place):
     done = run(place, "-m", *tiny(place, "train.max_steps=1", "optimizer.learning_rate=1e-4,2e-4",
                                   f"run.root={place}/sweep"))

@@ -33,7 +33,7 @@ def run(tmp_path):
 # ---- making one
 
 def test_a_run_has_its_parts_and_its_config(run):
-    assert {path.name for path in run.iterdir()} == {"attempts", "checkpoints", "logs", "config.yaml"}
+    assert {path.name for path in run.iterdir()} == {"attempts", "checkpoints", "logs", "config.yaml", "run-id"}
     assert read_config(run) == {"seed": 3, "model": {"name": "m"}} and run.is_absolute() and read_status(run) == {}
 
 
@@ -169,3 +169,19 @@ def test_what_only_sounds_like_a_secret_is_written():
     plain = {"data": {"seq_tokens": 2048}, "batch": {"global_tokens": 9}, "model": {"new_tokens": ["<a>", "<b>"]},
              "eval": {"prompt_tokens": 64}, "tokenizer": "x", "keys": "y", "token": None}
     assert redacted(plain) == plain
+
+
+@pytest.mark.parametrize("file, read", [("status.json", read_status), ("config.yaml", read_config)])
+@pytest.mark.parametrize("damage", ["{", "[1]", ""])
+def test_a_damaged_file_of_a_run_is_named(tmp_path, file, read, damage):
+    run = create_run(str(tmp_path), "one", "label", {"seed": 1})
+    (run / file).write_text(damage)
+    with pytest.raises(ConfigError, match=rf"run=.*: {file} is damaged"):
+        read(run)
+
+
+def test_a_run_keeps_its_identity_when_it_is_moved(tmp_path):
+    run = create_run(str(tmp_path), "one", "label", {"seed": 1})
+    before = runs.run_id(run)
+    assert runs.run_id(run.rename(tmp_path / "two")) == before
+    assert runs.run_id(create_run(str(tmp_path), "one", "label", {"seed": 1})) != before

@@ -181,7 +181,7 @@ def describe_type(annotation: Any) -> str:
     origin, args = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is typing.Annotated:
         bounds = [f"{word} {value:g}" for limit in args[1].metadata for name, word in
-                  (("ge", "of at least"), ("gt", "above"), ("le", "of at most"))
+                  (("ge", "of at least"), ("gt", "above"), ("le", "of at most"), ("lt", "below"))
                   if (value := getattr(limit, name, None)) is not None]
         return " ".join([describe_type(args[0])] + [" and ".join(bounds)] * bool(bounds))
     if origin is typing.Literal:

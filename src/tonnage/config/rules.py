@@ -1,5 +1,6 @@
 """Rules across sections, and what `auto` stands for once the machine is known."""
 
+import re
 from dataclasses import dataclass, replace
 
 from tonnage.config.batch import BatchCut, resolve_batch
@@ -60,8 +61,14 @@ def _broken_rules(config, gpus, per_node, device, strategy):
         (config.data.streaming and config.train.max_steps is None,
          "train.max_steps: must be set for data.streaming=true, where the length of an epoch is not known"),
         (config.data.path is not None and bool(config.data.sets), "data.path: not together with data.sets; give one"),
-        (config.data.path is None and not config.data.sets,
+        (not config.data.path and not config.data.sets,
          "data.path: must be given for data=files: a file, a folder or a hub id"),
+        (not config.adapter.targets, "adapter.targets=[]: names nothing to adapt; use adapter.targets=[all-linear]"),
+        (len(set(config.model.new_tokens)) < len(config.model.new_tokens) or "" in config.model.new_tokens,
+         f"model.new_tokens={config.model.new_tokens}: must be different and not empty"),
+        (config.run.name is not None and not re.fullmatch(r"[\w.-]*\w[\w.-]*", config.run.name),
+         f"run.name={config.run.name}: must be a plain folder name of letters, digits, dots, dashes and underscores; "
+         f"run.root says where it is made"),
         (bool(config.eval.path) and config.eval.holdout_fraction > 0,
          "eval.holdout_fraction: not together with eval.path; give one"),
         (config.eval.holdout_fraction >= 1, "eval.holdout_fraction=1: leaves nothing to train on"),

@@ -21,11 +21,12 @@ def _no_switch(value):
 NUMBER = BeforeValidator(_no_switch)
 Auto = Literal["auto"]
 Count = Annotated[int, Field(ge=1), NUMBER]
+Threads = Annotated[int, Field(ge=1, le=1024), NUMBER]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0), NUMBER]
-Positive = Annotated[float, Field(gt=0.0), NUMBER]
-NonNegative = Annotated[float, Field(ge=0.0), NUMBER]
-
-STRATEGIES = ("auto", "ddp", "zero0", "zero1", "zero2", "zero3", "fsdp", "hsdp")
+Decay = Annotated[float, Field(ge=0.0, lt=1.0), NUMBER]
+Positive = Annotated[float, Field(gt=0.0, allow_inf_nan=False), NUMBER]
+Weight = Annotated[float, Field(gt=0.0, le=1000.0), NUMBER]
+NonNegative = Annotated[float, Field(ge=0.0, allow_inf_nan=False), NUMBER]
 
 section = dataclass(frozen=True, config=ConfigDict(extra="forbid"), kw_only=True)
 
@@ -76,7 +77,7 @@ class Adapter:
     name: Literal["full", "lora", "dora", "rslora"] = key("lora", "what is trained: every weight, or an adapter")
     rank: Count = key(16, "rank r of the two adapter matrices")
     alpha: Positive = key(32.0, "scale: the update is alpha/rank (rslora: alpha/sqrt(rank)) times B A")
-    dropout: Fraction = key(0.0, "dropout on the adapter's input; above 0, exactness across cuts is not claimed")
+    dropout: Decay = key(0.0, "dropout on the adapter's input; above 0, exactness across cuts is not claimed")
     targets: list[str] = key(["all-linear"], "linear layers to adapt, by the end of their names; all-linear: every "
                                              "linear layer of the decoder but routers and the head")
 
@@ -105,9 +106,9 @@ class Precision:
 class Optimizer:
     name: Literal["adamw", "adamw8bit", "sgd"] = key("adamw", "update rule")
     learning_rate: Positive | Auto = key("auto", "peak learning rate; auto is 2e-4 with an adapter, 1e-5 without")
-    betas: tuple[Fraction, Fraction] = key((0.9, 0.95), "AdamW's decay rates of the two moments")
+    betas: tuple[Decay, Decay] = key((0.9, 0.95), "AdamW's decay rates of the two moments")
     eps: Positive = key(1e-8, "AdamW's epsilon")
-    momentum: Fraction = key(0.9, "sgd's momentum")
+    momentum: Decay = key(0.9, "sgd's momentum")
     weight_decay: NonNegative = key(0.0, "decoupled weight decay (sgd: L2)")
     decay_all: bool = key(False, "decay norms, biases and embeddings too")
     clip_norm: Positive | None = key(1.0, "gradients are scaled down to this global norm; None is off")
@@ -130,7 +131,7 @@ class DataSet:
     format: Literal["auto", "chat", "instruct", "completion", "text"] = key("auto", "what a record holds")
     split: str = key("train", "split of a hub data set or folder")
     subset: str | None = key(None, "configuration name of a hub data set")
-    weight: Positive = key(1.0, "times each row is seen per epoch; 0.5 is a different half each epoch")
+    weight: Weight = key(1.0, "times each row is seen per epoch; 0.5 is a different half each epoch")
     columns: dict[str, str] = key({}, "our field name to the record's, e.g. {prompt: question}")
 
 
@@ -206,7 +207,7 @@ class Config:
 
     gpus: Count | Auto = key("auto", "ranks in all; auto is the GPUs visible here (CPU: 1)")
     device: Literal["auto", "cuda", "cpu"] = key("auto", "auto takes the CPU only where no GPU driver is present")
-    cpu_threads: Count | Auto = key("auto", "threads of one rank; auto divides the machine's cores by its ranks")
+    cpu_threads: Threads | Auto = key("auto", "threads of one rank; auto divides the machine's cores by its ranks")
     seed: int = key(0, "seed of data order, adapters and dropout")
     dry_run: bool = key(False, "print what would be run and stop")
     run: Run = field(default_factory=Run)

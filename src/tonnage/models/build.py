@@ -57,8 +57,9 @@ def read_config(folder: str, trust_remote_code: bool = False):
 
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelError(f"model.path={folder}: {str(error).strip().splitlines()[0]}") from error
+    except Exception as error:  # json, transformers' own types and those of its validators
+        reason = str(error).strip().splitlines()[0]
+        raise ModelError(f"model.path={folder}: its config.json cannot be used: {reason}") from error
     if config.get_text_config().__dict__.get("num_experts") or config.get_text_config().__dict__.get("n_routed_experts"):
         config._experts_implementation = "grouped_mm"
     return config

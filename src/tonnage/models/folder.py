@@ -16,6 +16,7 @@ import xxhash
 
 from tonnage.config.schema import Model
 from tonnage.errors import ModelError
+from tonnage.models.build import read_config
 from tonnage.models.load import weight_files
 from tonnage.runtime.cache import cache_root
 
@@ -44,6 +45,7 @@ def resolve_folder(model: Model) -> str:
         folder = _download(model, path)
     if not (folder / "config.json").is_file():
         raise ModelError(f"model.path={path}: no config.json in {folder}; point it at a Hugging Face model folder")
+    read_config(str(folder), model.trust_remote_code)
     weight_files(str(folder), model.allow_pickle)
     return str(_with_new_tokens(folder, model.new_tokens) if model.new_tokens else folder)
 

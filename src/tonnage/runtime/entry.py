@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-from tonnage.errors import EXIT_USER_ERROR, ConfigError, TonnageError
+from tonnage.errors import EXIT_STOPPED_RESUMABLE, EXIT_USER_ERROR, ConfigError, TonnageError
 from tonnage.runtime.logs import LOG
 
 
@@ -28,7 +28,7 @@ def guarded(main: Callable[[], int], quiet: bool = False) -> int:
         return error.exit_code
     except KeyboardInterrupt:
         print("stopped at once, without a checkpoint of the last steps", file=sys.stderr, flush=True)
-        return 130
+        return EXIT_STOPPED_RESUMABLE
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             report_fault(error)

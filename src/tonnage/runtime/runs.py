@@ -1,6 +1,7 @@
 """The run folder: one per run, whatever the number of ranks, and the single place that says what happened.
 
     config.yaml      written once, never changed
+    run-id           what its checkpoints carry
     attempts/NNN.yaml  one per start: what was changed, where it ran, how the batch was cut
     status.json      running, stopped, failed or done; the step; what to do next
     metrics.jsonl    one line a step
@@ -43,8 +44,33 @@ def create_run(root: str, name: str | None, label: str, config: dict) -> Path:
         raise ConfigError(f"run.root={root}: cannot make {folder}: {error.strerror}") from error
     for part in ("attempts", "checkpoints", "logs"):
         (folder / part).mkdir()
+    _write_new(folder / "run-id", secrets.token_hex(8) + "\n")
     _write_new(folder / "config.yaml", yaml.safe_dump(redacted(config), sort_keys=False))
     return folder.resolve()
+
+
+def run_id(folder: Path) -> str:
+    """What a run's checkpoints carry; it stays when the folder is moved or renamed.
+
+    Raises:
+        ConfigError: the file is missing.
+    """
+    try:
+        return (folder / "run-id").read_text().strip()
+    except OSError as error:
+        raise ConfigError(f"run={folder}: its file run-id cannot be read; copy run folders whole") from error
+
+
+def _read(folder, file, parse):
+    """A parsed file of a run folder; damage is the user's to mend and is named."""
+    try:
+        value = parse(file.read_text())
+    except (ValueError, yaml.YAMLError) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"run={folder}: {file.name} is damaged ({reason}); put back a copy") from error
+    if not isinstance(value, dict):
+        raise ConfigError(f"run={folder}: {file.name} is damaged (no mapping in it); put back a copy")
+    return value
 
 
 def read_config(folder: Path) -> dict:
@@ -57,7 +83,7 @@ def read_config(folder: Path) -> dict:
     if not file.is_file():
         raise ConfigError(f"run={folder}: no config.yaml there; a run folder is what launch/train.py made under "
                           f"run.root")
-    return yaml.safe_load(file.read_text())
+    return _read(folder, file, yaml.safe_load)
 
 
 def add_attempt(folder: Path, facts: dict) -> int:
@@ -76,7 +102,7 @@ def read_attempt(folder: Path, number: int | None = None) -> dict:
     number = number or _last_attempt(folder)
     if number == 0:
         raise ConfigError(f"run={folder}: was never started; go on with it by launch/train.py run={folder}")
-    return yaml.safe_load((folder / "attempts" / f"{number:03d}.yaml").read_text()) | {"number": number}
+    return _read(folder, folder / "attempts" / f"{number:03d}.yaml", yaml.safe_load) | {"number": number}
 
 
 def _last_attempt(folder):
@@ -94,7 +120,7 @@ def write_status(folder: Path, state: str, message: str, **facts) -> None:
 def read_status(folder: Path) -> dict:
     """status.json, or an empty dict before the first start."""
     file = folder / "status.json"
-    return json.loads(file.read_text()) if file.is_file() else {}
+    return _read(folder, file, json.loads) if file.is_file() else {}
 
 
 def lock_run(folder: Path):

@@ -94,7 +94,7 @@ def export_run(run_folder: Path, kind: str = "auto", which: str = "newest", dtyp
 
 
 def _checkpoint(run_folder, which):
-    checkpoints, run_id = run_folder / "checkpoints", run_folder.resolve().name
+    checkpoints, run_id = run_folder / "checkpoints", runs.run_id(run_folder)
     path = checkpoint.newest_complete(checkpoints, run_id)
     if path is None:
         raise ConfigError(f"run={run_folder}: has no complete checkpoint yet")

@@ -57,6 +57,9 @@ def train(s: Session) -> str:
         best = config.checkpoint.keep_best and position.best_step == position.step
         if last or best or _due(position.step, config.checkpoint.every_steps):
             _save(s)
+    if position.num_updates == 0:
+        raise TrainingError(f"none of the {position.step} steps had a finite gradient, so nothing was learned; lower "
+                            f"optimizer.learning_rate, or look at the data")
     return "done"
 
 

@@ -1,5 +1,7 @@
 """Checks on the model that is about to be trained, on a few tokens, before the first step."""
 
+import math
+
 import numpy as np
 import torch
 
@@ -57,6 +59,9 @@ def probe_loss(engine: Engine, head: LossHead, vocab: int, precision: str, flat:
         plain = float(loss_sum(engine.forward, head, batch))
     head.kind = "chunked"
     engine.model.train()
+    if not math.isfinite(plain):
+        raise ConfigError(f"the model gives a loss of {plain} before training; its weights, adapter.alpha or precision "
+                          f"do not go together")
     if not abs(chunked - plain) <= TOLERANCE[precision] * abs(plain):
         raise ConfigError(f"train.loss=chunked: gives {chunked:.5g} where the model's own logits give {plain:.5g}; use "
                           f"train.loss=plain")
@@ -76,8 +81,9 @@ def audit_gradients(engine: Engine) -> None:
             if first is not None and not first.any():
                 dead.append(name)
     if dead:
-        raise TrainingError(f"{len(dead)} trained tensors have received no gradient in two steps, first {dead[0]}; the "
-                            f"run would go on without learning (train.audit=false skips this check)")
+        raise TrainingError(f"{len(dead)} trained tensors have received no gradient in two steps, first {dead[0]}: they "
+                            f"do not reach the loss, or training has diverged (optimizer.learning_rate); the run would go "
+                            f"on without learning (train.audit=false skips this check)")
 
 
 def _logits(engine, batch):

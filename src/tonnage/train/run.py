@@ -36,6 +36,12 @@ def train_run(start, group: dist.ProcessGroup, layout: Layout, device: torch.dev
                          f"model.activation_checkpointing=full, or shard more: strategy=zero3|fsdp, more gpus")
         _note_failure(start, session, fit)
         raise fit from error
+    except KeyboardInterrupt:
+        if dist.get_rank() == 0:
+            runs.write_status(start.folder, "stopped", "stopped at once: steps since the last checkpoint are lost; go on "
+                              f"with run={start.folder}", attempt=start.attempt, resumable=True,
+                              step=session.position.step if session else 0)
+        raise
     except Exception as error:
         _note_failure(start, session, error)
         raise

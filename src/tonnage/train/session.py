@@ -18,7 +18,7 @@ from tonnage.data.prepare import Rows, prepare, prepare_split
 from tonnage.data.stream import StreamRows
 from tonnage.data.template import load_tokenizer, read_template
 from tonnage.engines.base import Engine, Parts
-from tonnage.errors import CheckpointError
+from tonnage.errors import CheckpointError, DataError
 from tonnage.facts.capabilities import CAPABILITIES
 from tonnage.models import build, load
 from tonnage.report.console import StepProgress
@@ -148,7 +148,10 @@ def prepare_data(config: Config, folder: str, progress: bool) -> tuple[Rows | No
     held_out = None
     if config.eval.path:
         one = DataSet(path=config.eval.path, format=config.eval.format, split=config.eval.split)
-        held_out = prepare([one], config.data, folder, packing=False, **options)
+        try:
+            held_out = prepare([one], config.data, folder, packing=False, **options)
+        except DataError as error:
+            raise DataError(str(error).replace("data.path", "eval.path")) from error
     if config.data.streaming:
         return None, held_out
     if held_out is None and config.eval.holdout_fraction:
@@ -231,7 +234,7 @@ def open_session(config: Config, run_folder: Path, model_folder: str, strategy: 
         probes.probe_packing(engine, vocab, config.precision.name, attention, flat)
 
     checkpoints = run_folder / "checkpoints"
-    run_id = run_folder.name
+    run_id = runs.run_id(run_folder)
     position, last_saved = _restore(checkpoints, run_id, engine, source, patient_group, start_from)
     main = dist.get_rank() == 0
     num_states = {"sgd": 1}.get(config.optimizer.name, 2)
@@ -255,6 +258,10 @@ def _restore(checkpoints, run_id, engine, source, group, start_from):
         choice = [checkpoint.newest_complete(checkpoints, run_id)]
     dist.broadcast_object_list(choice, src=0, group=group)
     if choice[0] is None:
+        broken = len(list(checkpoints.glob("step-*")))
+        if broken:
+            raise CheckpointError(f"{checkpoints}: none of its {broken} checkpoints can be used (see above); put back a "
+                                  f"whole one, or remove them to begin anew")
         if start_from is not None:
             checkpoint.load(start_from, engine, 0, with_states=False)
         return checkpoint.Position(), None
