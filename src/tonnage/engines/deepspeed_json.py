@@ -59,7 +59,7 @@ def deepspeed_json(config: Config, stage: int, micro_rows: int) -> dict[str, Any
 
 def _zero(config, stage):
     zero = {"stage": stage, "contiguous_gradients": True,
-            # reported to corrupt gradients at stage 2: https://github.com/deepspeedai/DeepSpeed/issues/5545
+            # reported to corrupt gradients at stage 2: https://github.com/deepspeedai/DeepSpeed/issues/5347
             "overlap_comm": False}
     offload = config.strategy.offload
     if offload != "none":
