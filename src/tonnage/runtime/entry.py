@@ -2,6 +2,7 @@
 
 import difflib
 import errno
+import os
 import signal
 import subprocess
 import sys
@@ -29,6 +30,9 @@ def guarded(main: Callable[[], int], quiet: bool = False) -> int:
     except KeyboardInterrupt:
         print("stopped at once, without a checkpoint of the last steps", file=sys.stderr, flush=True)
         return EXIT_STOPPED_RESUMABLE
+    except BrokenPipeError:  # `... | head` has read enough
+        sys.stdout = open(os.devnull, "w")
+        return 0
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             report_fault(error)
