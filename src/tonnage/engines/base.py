@@ -5,6 +5,7 @@ are summed over ranks, clipping, and the step.
 """
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -56,6 +57,17 @@ def set_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
             group["lr"].fill_(learning_rate)
         else:
             group["lr"] = learning_rate
+
+
+@contextmanager
+def inference(model: nn.Module) -> Iterator[None]:
+    """Without dropout and gradients; back to training however it is left."""
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train()
 
 
 class Engine(Protocol):

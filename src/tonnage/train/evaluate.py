@@ -5,7 +5,7 @@ import torch.distributed as dist
 
 from tonnage.data.collate import collate
 from tonnage.data.windows import cut_window
-from tonnage.engines.base import Engine
+from tonnage.engines.base import Engine, inference
 from tonnage.train.loss import LossHead, loss_sum
 
 STOP_EVERY = 8  # micro-batches
@@ -23,19 +23,13 @@ def evaluate(engine: Engine, head: LossHead, rows, num_rows: int, micro_rows: in
     shares = cut_window([int(length) for length in rows.input_tokens[:num_rows]], dist.get_world_size(), micro_rows)
     mine = shares[dist.get_rank()]
     total = torch.zeros(2, dtype=torch.float64)
-    engine.model.eval()
-    with torch.no_grad():
+    with inference(engine.model):
         for number, micro in enumerate(mine):
             if number % STOP_EVERY == 0 and stop():
-                break
+                return None
             batch = collate([rows[i] for i in micro], pad_token, flat).to(engine.device)
             total[0] += loss_sum(engine.forward, head, batch).double().cpu()
             total[1] += batch.num_label_tokens
-        else:
-            number = None
-    engine.model.train()
-    if number is not None:
-        return None
     dist.all_reduce(total, group=group)
     return float(total[0] / total[1])
 
@@ -50,8 +44,7 @@ def answer(engine: Engine, tokenizer, prompt: str, system: str | None, max_token
     ids = ids.to(engine.device)
     end = _end_tokens(engine.model, tokenizer)
     start = ids.shape[1]
-    engine.model.eval()
-    with torch.no_grad():
+    with inference(engine.model):
         for _ in range(max_tokens):
             logits = engine.forward(input_ids=ids, use_cache=False, logits_to_keep=1).logits
             token = logits[:, -1].argmax(-1, keepdim=True)
@@ -59,7 +52,6 @@ def answer(engine: Engine, tokenizer, prompt: str, system: str | None, max_token
             ids = torch.cat([ids, token], dim=1)
             if int(ids[0, -1]) in end:
                 break
-    engine.model.train()
     return tokenizer.decode(ids[0, start:], skip_special_tokens=True).strip()
 
 

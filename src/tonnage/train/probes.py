@@ -3,11 +3,10 @@
 import math
 
 import numpy as np
-import torch
 
 from tonnage.data.collate import collate
 from tonnage.data.pack import Row
-from tonnage.engines.base import Engine
+from tonnage.engines.base import Engine, inference
 from tonnage.errors import ConfigError, TrainingError
 from tonnage.train.loss import LossHead, loss_sum
 
@@ -52,13 +51,11 @@ def probe_loss(engine: Engine, head: LossHead, vocab: int, precision: str, flat:
     if head.kind != "chunked":
         return
     batch = collate([_row(_tokens(vocab, 24, 0))], 0, flat).to(engine.device)
-    engine.model.eval()
-    with torch.no_grad():
+    with inference(engine.model):
         chunked = float(loss_sum(engine.forward, head, batch))
         head.kind = "plain"
         plain = float(loss_sum(engine.forward, head, batch))
     head.kind = "chunked"
-    engine.model.train()
     if not math.isfinite(plain):
         raise ConfigError(f"the model gives a loss of {plain} before training; its weights, adapter.alpha or precision "
                           f"do not go together")
@@ -88,8 +85,6 @@ def audit_gradients(engine: Engine) -> None:
 
 def _logits(engine, batch):
     batch = batch.to(engine.device)
-    engine.model.eval()
-    with torch.no_grad():
+    with inference(engine.model):
         logits = engine.forward(input_ids=batch.input_ids_BT, position_ids=batch.position_ids_BT, use_cache=False).logits
-    engine.model.train()
     return logits.float()
