@@ -41,14 +41,16 @@ class ChunkedLinearCrossEntropy(torch.autograd.Function):
                 grad_hidden_ND[rows] = grad_CV @ weight_VD
             if needs_weight:
                 grad_weight_VD += grad_CV.T @ hidden_CD
+            del logits_CV, grad_CV  # or they are held while the next chunk is made
         ctx.grads = (grad_hidden_ND, grad_weight_VD, grad_bias_V)
         ctx.dtypes = (hidden_ND.dtype, weight_VD.dtype, None if bias_V is None else bias_V.dtype)
         return loss
 
     @staticmethod
     def backward(ctx, grad_loss):
-        scaled = [None if grad is None else (grad * grad_loss).to(dtype)
-                  for grad, dtype in zip(ctx.grads, ctx.dtypes, strict=True)]
+        grads, ctx.grads = ctx.grads, None  # scaled in place, one after the other: a head's gradient is large
+        scaled = [None if grad is None else grad.mul_(grad_loss).to(dtype)
+                  for grad, dtype in zip(grads, ctx.dtypes, strict=True)]
         return *scaled, None, None
 
 
