@@ -1,0 +1,203 @@
+"""The project's own training step on fake tensors: rank 0 of N ranks that do not exist, on the CPU, without weights.
+
+Model code, engine, loss and optimizer are those of a run; only the numbers are missing. So what is traced is what is
+allocated. Source: https://docs.pytorch.org/docs/2.13/torch.compiler_fake_tensor.html
+
+What differs from a GPU: kernels are those of the CPU (attention saves the same tensors as flash attention does), sizes
+are not rounded up to the allocator's blocks, streams do not overlap, and routing is balanced by construction.
+"""
+
+import json
+import resource
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tonnage.config.rules import Layout
+from tonnage.config.schema import Config
+from tonnage.data.collate import MicroBatch
+from tonnage.engines.base import Parts
+from tonnage.errors import ConfigError
+from tonnage.facts.capabilities import CAPABILITIES
+from tonnage.facts.models import MODELS
+from tonnage.trace.tracker import PHASES, Peak, Tracker
+from tonnage.trace.window import book_fsdp, loss_phase, tracked_window
+from tonnage.train.loss import LossHead
+from tonnage.train.session import engine_parts, make_engine
+
+MICRO_BATCHES = 2  # gradients live through the second one's forward; more change nothing
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Peaks of a step's phases on one rank, in bytes, and what it took to find them."""
+
+    phases: dict[str, Peak]
+    micro_batches: int
+    seconds: float
+    tracer_peak_gib: float
+
+    @property
+    def fullest(self) -> str:
+        """The phase that needs most."""
+        return max(self.phases, key=lambda phase: self.phases[phase].total)
+
+    @property
+    def peak(self) -> Peak:
+        """The fullest moment of the step."""
+        return self.phases[self.fullest]
+
+
+def trace(config: Config, layout: Layout, say: Callable[[str], None] = lambda text: None) -> Trace:
+    """Trace the second step (the first creates the optimizer states) of `config` on `layout`.
+
+    Every position carries a label: the most that a step of this shape can need.
+
+    Args:
+        say: told what is being done.
+
+    Raises:
+        ConfigError: something that cannot be traced.
+    """
+    _require_traceable(config, layout)
+    started = time.monotonic()
+    micro_batches = min(MICRO_BATCHES, layout.cut.accumulation_steps or MICRO_BATCHES)
+    fake_mode = FakeTensorMode()
+    with model_folder(config) as folder, fake_group(layout.gpus), ExitStack() as stack:
+        say("building the model")
+        engine = make_engine(config, layout.strategy, layout.gpus_per_node, layout.cut, torch.device("cpu"))
+        engine.prepare(_weightless(engine_parts(config, folder, _attention(config)), fake_mode))
+        head = LossHead(engine.model, config.train.loss, config.train.loss_chunk_tokens)
+        tracker = Tracker(fake_mode=fake_mode)
+        for part in (fake_mode, _Answers(), tracker, loss_phase(tracker, head), _one_sample_a_row(config)):
+            stack.enter_context(part)
+        book_fsdp(tracker, engine)
+        batches = [_full_batch(layout.cut.micro_rows, config.data.seq_tokens) for _ in range(micro_batches)]
+        for batch in batches:
+            tracker.book_all((value for value in vars(batch).values() if torch.is_tensor(value)), "inputs")
+        for step in (1, 2):
+            say(f"step {step} of 2 on fake tensors ({time.monotonic() - started:.0f} s)")
+            tracker.start()
+            tracked_window(tracker, engine, head, batches, 1.0, 1e-4, lambda: book_fsdp(tracker, engine))
+        phases = {phase: tracker.peak(phase) for phase in PHASES}
+    return Trace(phases, micro_batches, time.monotonic() - started,
+                 resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20)
+
+
+def _require_traceable(config, layout):
+    if CAPABILITIES[layout.strategy].engine != "fsdp":
+        raise ConfigError(f"strategy={layout.strategy}: DeepSpeed does not run on fake tensors; trace strategy=fsdp, hsdp "
+                          f"or ddp, or leave the trace out")
+    if config.strategy.offload != "none":
+        raise ConfigError(f"strategy.offload={config.strategy.offload}: a trace knows one device only; use "
+                          f"strategy.offload=none, or leave the trace out")
+    if config.model.compile:
+        raise ConfigError("model.compile=true: a compiled layer cannot be traced; use model.compile=false, which needs "
+                          "more rather than less")
+    if config.optimizer.name == "adamw8bit":
+        raise ConfigError("optimizer=adamw8bit: its kernels do not run on fake tensors; use optimizer=adamw, or leave "
+                          "the trace out")
+
+
+def _attention(config):
+    return config.model.attention if config.model.attention == "eager" else "sdpa"
+
+
+@contextmanager
+def model_folder(config: Config) -> Iterator[str]:
+    """A folder with the model's config.json: model.path where it is one, else made from the facts.
+
+    Raises:
+        ConfigError: a model that is neither.
+    """
+    path = config.model.path
+    if path and (Path(path) / "config.json").is_file():
+        yield path
+        return
+    if config.model.name not in MODELS:
+        raise ConfigError(f"model.path={path}: a trace needs a folder with a config.json, or a model of docs/models.md")
+    with tempfile.TemporaryDirectory(prefix="tonnage-trace-") as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(MODELS[config.model.name].hf_config))
+        yield folder
+
+
+@contextmanager
+def fake_group(gpus: int) -> Iterator[None]:
+    """Rank 0 of `gpus` ranks whose collectives do nothing."""
+    import torch.distributed._tools.fake_collectives  # noqa: F401 - torch 2.13: shapes of collectives on fake tensors
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=gpus)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _weightless(parts, fake_mode):
+    """The same parts with empty fake tensors for weights, and adapters left as they come."""
+    def load(model, device):
+        with fake_mode:
+            _fill(model, device)
+    return Parts(parts.build, load, parts.optimizer, lambda model, engine: None)
+
+
+def _fill(model, device):
+    """Replace every meta parameter and buffer by an empty one, tied ones by the same."""
+    made = {}
+    for module in model.modules():
+        for name, old in module._parameters.items():
+            if old is None:
+                continue
+            if id(old) not in made:
+                made[id(old)] = old, nn.Parameter(_empty_like(old, device), requires_grad=old.requires_grad)
+            module._parameters[name] = made[id(old)][1]
+        for name, old in module._buffers.items():
+            if old is not None:
+                module._buffers[name] = torch.empty(old.shape, dtype=old.dtype, device=device)
+
+
+def _empty_like(old, device):
+    if not isinstance(old, DTensor):
+        return torch.empty(old.shape, dtype=old.dtype, device=device)
+    local = torch.empty(old._local_tensor.shape, dtype=old.dtype, device=device)
+    return DTensor.from_local(local, old.device_mesh, old.placements, run_check=False, shape=old.shape,
+                              stride=old.stride())
+
+
+def _full_batch(rows, seq_tokens):
+    """A micro-batch without padding in which each position has a label."""
+    positions = rows * seq_tokens
+    whole = torch.zeros(rows, seq_tokens, dtype=torch.int64)
+    flat = torch.zeros(positions, dtype=torch.int64)
+    return MicroBatch(whole, torch.zeros_like(whole), flat, torch.zeros_like(flat), positions, positions)
+
+
+class _Answers(TorchDispatchMode):
+    """Reading a number off a fake tensor gives 1: a finite norm that is clipped."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return 1.0 if args[0].is_floating_point() else 1
+        return func(*args, **kwargs or {})
+
+
+def _one_sample_a_row(config):
+    """transformers 5.24 takes fake positions for packed ones, to be on the safe side, and builds a mask [B, 1, T, T].
+
+    Without packing a row is one sample and there is none.
+    """
+    if config.data.packing:
+        return ExitStack()
+    return mock.patch("transformers.masking_utils.find_packed_sequence_indices", lambda position_ids: None)

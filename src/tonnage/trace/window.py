@@ -1,0 +1,69 @@
+"""One window under a tracker: the loop's order of events (train/loop.py) with the phases told to the ledger.
+
+Shared by the trace on fake tensors and by measurements of real steps, so that both speak of the same phases.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+
+from tonnage.data.collate import MicroBatch
+from tonnage.engines.base import Engine
+from tonnage.trace.tracker import Tracker
+from tonnage.train.loss import LossHead, loss_sum
+
+
+@contextmanager
+def loss_phase(tracker: Tracker, head: LossHead) -> Iterator[None]:
+    """Within, the phase `loss` lasts from the head's input to the gradient of that input."""
+    def arrived(module, inputs):
+        tracker.enter("loss")
+        if inputs[0].requires_grad:
+            inputs[0].register_hook(lambda _: tracker.enter("backward"))
+
+    handle = head.head.register_forward_pre_hook(arrived, prepend=True)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def tracked_window(tracker: Tracker, engine: Engine, head: LossHead, batches: Iterable[MicroBatch], scale: float,
+                   learning_rate: float, note: Callable[[], None]) -> None:
+    """Forward, loss and backward of each micro-batch, then the step.
+
+    Args:
+        note: called where gradients exist and again after the step, to book what is known by identity.
+    """
+    batches = list(batches)
+    total = torch.zeros((), device=engine.device)
+    for i, batch in enumerate(batches):
+        tracker.enter("forward")
+        loss = loss_sum(engine.forward, head, batch)
+        total += loss.detach()
+        engine.backward(loss * scale, last=i == len(batches) - 1)
+        del loss
+    note()
+    tracker.enter("step")
+    engine.step(learning_rate)
+    note()
+    tracker.enter("rest")
+
+
+def book_fsdp(tracker: Tracker, engine: Engine) -> None:
+    """Book what an FSDP2 engine holds, each as what it is."""
+    model, optimizer = engine.model, engine.optimizer
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            # torch 2.13: the only way to the gathered weights of groups with one shard, which no collective fills
+            for group in module._get_fsdp_state()._fsdp_param_groups:
+                for parameter in group.fsdp_params:
+                    tracker.book_all(getattr(parameter, "all_gather_outputs", ()), "gathered weights")
+                    tracker.book(parameter._sharded_param_data, "weights")
+    tracker.book_all(model.parameters(), "weights")
+    tracker.book_all(model.buffers(), "weights")
+    tracker.book_all((parameter.grad for parameter in model.parameters()), "gradients")
+    tracker.book_all((value for states in optimizer.state.values() for value in states.values()
+                      if torch.is_tensor(value)), "optimizer states")
