@@ -55,7 +55,11 @@ class FsdpEngine:
         self.optimizer = parts.optimizer(model)
 
     def _shard(self, model):
-        """fully_shard each decoder layer, an untied embedding, then the rest."""
+        """fully_shard each decoder layer, embedding and head where they are two, then the rest.
+
+        The root stays gathered from forward to the end of backward, so it should hold little. The head is used at the
+        end of forward and at the beginning of backward: it stays gathered in between.
+        """
         mesh = (init_device_mesh(self.device.type, (self.shard_gpus,)) if self.replicas == 1 else
                 init_device_mesh(self.device.type, (self.replicas, self.shard_gpus),
                                  mesh_dim_names=("replicate", "shard")))
@@ -76,6 +80,7 @@ class FsdpEngine:
         embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
         if head is not None and embedding.weight is not head.weight:
             fully_shard(embedding, reshard_after_forward=self.reshard_after_forward, **options)
+            fully_shard(head, reshard_after_forward=False, **options)
         fully_shard(model, **options)
 
     def forward(self, **inputs) -> Any:

@@ -9,32 +9,41 @@ from tonnage.facts.capabilities import CAPABILITIES
 from tonnage.plan.job import Job
 
 STATES = {"adamw": 8.0, "adamw8bit": 2.0 + 8 / 256, "sgd": 4.0}  # bytes a trained parameter; 8 bits: a scale per 256
+MASTER = 4.0  # trained weights, gradients' sums: fp32
+
+
+@dataclass(frozen=True)
+class Unit:
+    """What is gathered and reduced at once: a layer, the embedding, the head. Bytes on one GPU.
+
+    `whole`: its weights in the compute precision, where they are gathered. `gradient`: of its trained weights before
+    they are reduced; `reduced`: the fp32 buffer in which they are.
+    """
+
+    whole: float = 0.0
+    gradient: float = 0.0
+    reduced: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Spread:
     """Bytes on one GPU.
 
-    `weights`: kept at all times, by kind. `states`: of the optimizer. `gradients`: when a backward is through, of which
-    `gradients_layers` come layer by layer and `gradients_outside` before them. `gathered_root`: whole from forward to the end of
-    backward; `gathered_forward`, `gathered_backward`: most of the layers' whole weights at once. `gradient_buffers`:
-    of a layer, before and while they are reduced; `gradient_root`: of embedding and head. `step`: temporaries of the
-    optimizer step. `save`: of writing a checkpoint. `recompute_extra`: [tokens, hidden] tensors held by recomputation.
+    `weights`: kept at all times, by kind. `states`: of the optimizer. `gradients`: when all are summed. `share`: of a
+    unit's fp32 gradient that stays here. `root` is gathered from forward to the end of backward, the others when they
+    are used. `step`: temporaries of the optimizer step. `save`: of writing a checkpoint.
     """
 
     weights: dict[str, float]
     states: float
     gradients: float
-    gradients_layers: float = 0.0
-    gradients_outside: float = 0.0
-    gathered_root: float = 0.0
-    gathered_forward: float = 0.0
-    gathered_backward: float = 0.0
-    gradient_buffers: float = 0.0
-    gradient_root: float = 0.0
+    share: float
+    layers: tuple[Unit, ...]
+    embedding: Unit = Unit()
+    head: Unit = Unit()
+    root: Unit = Unit()
     step: float = 0.0
     save: float = 0.0
-    recompute_extra: float = 0.0
 
 
 def spread_of(job: Job) -> Spread:
@@ -42,29 +51,40 @@ def spread_of(job: Job) -> Spread:
     return _fsdp(job) if CAPABILITIES[job.strategy].engine == "fsdp" else _zero(job)
 
 
+def trained_sizes(job: Job) -> tuple[list[int], int, int, int]:
+    """(parameters of each layer, of the embedding, of the head, of the final norm) that are trained."""
+    a = job.architecture
+    if not job.trains_all:
+        return list(job.adapter_parameters), 0, 0, 0
+    return [a.layer_parameters(i).total for i in range(a.num_layers)], a.embedding_parameters, a.head_parameters, a.final_norm
+
+
 def _fsdp(job):
     """FSDP2 over job.shard_gpus; trained weights fp32, frozen ones in the compute precision."""
     a, c, n = job.architecture, job.compute_bytes, job.shard_gpus
-    layers = [a.layer_parameters(i).total for i in range(a.num_layers)]
-    outside = a.num_parameters - sum(layers)
+    layers, embedding, head, norm = trained_sizes(job)
     trained = job.trained_parameters
-    root = a.final_norm + (a.head_parameters or a.embedding_parameters)
-    if job.trains_all:
-        weights = {"weights": 4.0 * a.num_parameters / n}
-        trained_layer, trained_root = max(layers), root
+    managed = job.trains_all or n > 1  # else frozen weights are left alone and adapters are one group
+    frozen = 0 if job.trains_all else a.num_parameters
+    all_layers = [a.layer_parameters(i).total + job.adapter_parameters[i] for i in range(a.num_layers)]
+
+    def unit(parameters, trains):
+        return Unit(c * parameters * managed, c * trains, MASTER * trains)
+
+    if managed:
+        units = tuple(unit(*sizes) for sizes in zip(all_layers, layers, strict=True))
+        tied = a.tied_embeddings
+        outside = (unit(a.embedding_parameters, embedding), unit(a.head_parameters, head), unit(a.final_norm, norm))
+        embedding, head, root = (Unit(), Unit(), unit(a.embedding_parameters + a.final_norm, embedding + norm)) if tied else outside
     else:
-        weights = {"frozen weights": c * a.num_parameters / n, "adapters": 4.0 * trained / n}
-        trained_layer, trained_root = max(job.adapter_parameters), 0
-    ignored = n == 1 and not job.trains_all  # frozen weights are left alone, adapters are one group
-    gathered = c * trained if ignored else c * (max(layers) + max(job.adapter_parameters))
+        units = (Unit(),) * a.num_layers
+        embedding, head, root = Unit(), Unit(), Unit(c * trained, c * trained, MASTER * trained)
     return Spread(
-        weights=weights, states=STATES[job.optimizer] * trained / n, gradients=4.0 * trained / n,
-        gradients_layers=4.0 * (sum(layers) if job.trains_all else trained) / n,
-        gathered_root=gathered if ignored else c * root,
-        gathered_forward=0 if ignored else 2 * gathered, gathered_backward=0 if ignored else 2 * gathered,
-        gradient_buffers=c * trained if ignored else (c + 4) * trained_layer,
-        gradient_root=c * trained_root,
-        save=4.0 * max(layers + [outside]) if job.trains_all else 4.0 * trained_layer)
+        weights={"weights": MASTER * trained / n} if job.trains_all else
+                {"frozen weights": c * frozen / n, "adapters": MASTER * trained / n},
+        states=STATES[job.optimizer] * trained / n, gradients=MASTER * trained / n, share=1 / n,
+        layers=units, embedding=embedding, head=head, root=root,
+        save=MASTER * max(layers + [a.embedding_parameters if job.trains_all else 0]))
 
 
 def _zero(job):
