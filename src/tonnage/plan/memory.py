@@ -108,7 +108,8 @@ def assemble(job: Job, style: Style, spread: Spread, loss: LossBytes) -> Memory:
     norm = boundary + (boundary if style.fused_norm else wide + (style.trains_base and style.compute_bytes < 4) * boundary)
     end = held_root | {"gradients": summed, kept: sum(saved), "final norm": norm}
     head = spread.head
-    losses = [end | {"gathered": 2 * head.whole, "logits and loss": loss.forward},
+    losses = [end | {"gathered": before + 2 * head.whole},
+              end | {"gathered": 2 * head.whole, "logits and loss": loss.forward},
               end | {"gathered": head.whole, "logits and loss": loss.backward},
               end | {"gradients before they are reduced": head.gradient + head.reduced, "logits and loss": loss.after}]
 
