@@ -107,7 +107,7 @@ def compose_mapping(overrides: typing.Iterable[str], base: dict | None = None) -
         OmegaConf.set_struct(config, False)
         for group in choices:
             # what the preset does not state stays: over a former run's config that is the run's own
-            config[group] = OmegaConf.merge(config[group], composed[group])
+            config[group] = OmegaConf.merge(config.get(group, {}), composed[group])
         for key, value in recipe_values:
             group, _, rest = key.partition(".")
             # what a preset chosen on the command line states goes over what the recipe says
