@@ -69,6 +69,8 @@ def test_overrides_go_over_the_config_of_a_former_run():
     again = compose_config(["seed=8"], base)
     assert (again.adapter.rank, again.seed, again.strategy.extra) == (64, 8, {"aio": {"block_size": 3}})
     assert compose_config([], base) == to_schema(base)
+    older = {key: value for key, value in base.items() if key != "gpu"}  # written before the group was there
+    assert compose_config(["gpu=h100"], older).gpu.name == "h100"
 
 
 def test_accumulation_is_short_for_its_key():

@@ -16,6 +16,7 @@ from typing import Any
 
 import yaml
 from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
@@ -24,11 +25,17 @@ from pydantic import TypeAdapter, ValidationError
 
 from tonnage.config.schema import Config, DataSet
 from tonnage.errors import ConfigError
+from tonnage.facts.gpus import GPUS
 
 ROOT = Path(__file__).resolve().parents[3]
 CONF = ROOT / "conf"
 RECIPES = ROOT / "recipes"
 ALIASES = {"accumulation": "batch.accumulation_steps"}
+# groups whose choices are a table of facts: a YAML file each would say its own name and no more
+TABLES = {"gpu": ("auto", "other", *GPUS)}
+for _group, _choices in TABLES.items():
+    for _choice in _choices:
+        ConfigStore.instance().store(group=_group, name=_choice, node={"name": _choice})
 
 
 @dataclass(frozen=True)
@@ -65,9 +72,10 @@ def parse_command_line(argv: list[str]) -> CommandLine:
 
 
 def groups() -> dict[str, list[str]]:
-    """Config groups of conf/ and their choices."""
-    return {folder.name: sorted(file.stem for file in folder.glob("*.yaml"))
-            for folder in sorted(CONF.iterdir()) if folder.is_dir() and folder.name != "tables"}
+    """Config groups, of conf/ and of `TABLES`, and their choices."""
+    folders = {folder.name: sorted(file.stem for file in folder.glob("*.yaml"))
+               for folder in CONF.iterdir() if folder.is_dir() and folder.name != "tables"}
+    return dict(sorted((folders | {group: list(choices) for group, choices in TABLES.items()}).items()))
 
 
 def recipes() -> list[str]:
@@ -99,7 +107,7 @@ def compose_mapping(overrides: typing.Iterable[str], base: dict | None = None) -
         OmegaConf.set_struct(config, False)
         for group in choices:
             # what the preset does not state stays: over a former run's config that is the run's own
-            config[group] = OmegaConf.merge(config[group], composed[group])
+            config[group] = OmegaConf.merge(config.get(group, {}), composed[group])
         for key, value in recipe_values:
             group, _, rest = key.partition(".")
             # what a preset chosen on the command line states goes over what the recipe says

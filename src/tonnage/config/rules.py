@@ -13,7 +13,7 @@ from tonnage.facts.models import MODELS
 CHANGEABLE = ("gpus", "device", "cpu_threads", "dry_run", "batch.micro_rows", "batch.accumulation_steps", "strategy.",
               "model.path", "model.attention", "model.compile", "model.activation_checkpointing", "train.loss",
               "train.loss_chunk_tokens", "train.audit", "train.max_nonfinite_steps", "checkpoint.", "tracker.",
-              "cluster.", "eval.", "run.", "data.cache")
+              "cluster.", "gpu.", "eval.", "run.", "data.cache")
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,8 @@ def _broken_rules(config, gpus, per_node, device, strategy):
         (config.data.path is not None and bool(config.data.sets), "data.path: not together with data.sets; give one"),
         (not config.data.path and not config.data.sets,
          "data.path: must be given for data=files: a file, a folder or a hub id"),
+        (config.gpu.name == "other" and config.gpu.memory_gib is None,
+         "gpu.memory_gib: must be given for gpu=other: what torch sees of its memory, in GiB"),
         (not config.adapter.targets, "adapter.targets=[]: names nothing to adapt; use adapter.targets=[all-linear]"),
         (len(set(config.model.new_tokens)) < len(config.model.new_tokens) or "" in config.model.new_tokens,
          f"model.new_tokens={config.model.new_tokens}: must be different and not empty"),
