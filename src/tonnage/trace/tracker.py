@@ -23,13 +23,17 @@ PHASES = ("forward", "loss", "backward", "step")
 
 @dataclass(slots=True)
 class Block:
-    """One allocation: a storage, or what it is after a resize. `span` counts the phases entered before its birth."""
+    """One allocation: a storage, or what it is after a resize.
+
+    `span` counts the phases entered before its birth, `maker` is the operator that was at work.
+    """
 
     num_bytes: int
     born: int
     phase: str
     span: int
     recomputed: bool
+    maker: str
     category: str | None = None
     died: float = float("inf")
     died_span: float = float("inf")
@@ -68,7 +72,7 @@ class Tracker(TorchDispatchMode):
         self.blocks: list[Block] = []
         self.live: dict[int, tuple[Block, weakref.ref]] = {}
         self.total = self.clock = self.span = 0
-        self.phase = "setup"
+        self.phase, self.maker = "setup", ""
         self.fullest: dict[str, tuple[int, int]] = {}
 
     # ---- the ledger
@@ -104,7 +108,7 @@ class Tracker(TorchDispatchMode):
     def _add(self, key, storage, num_bytes, category):
         self.clock += 1
         block = Block(num_bytes, self.clock, self.phase, self.span,
-                      self.phase == "backward" and torch.is_grad_enabled(), category)
+                      self.phase == "backward" and torch.is_grad_enabled(), self.maker, category)
         self.blocks.append(block)
         self.live[key] = block, weakref.ref(storage, lambda _, key=key: self._remove(key))
         self.total += num_bytes
@@ -165,11 +169,11 @@ class Tracker(TorchDispatchMode):
             return NotImplemented  # its local tensors come here next
         kwargs = kwargs or {}
         results = func(*args, **kwargs)
+        self.maker = name = func._schema.name
         for result in tree_iter(results):
             if isinstance(result, torch.Tensor):
                 self.book(result)
         # the collectives of torch 2.13's FSDP2 and c10d say what a buffer is for
-        name = func._schema.name
         if name.startswith(("fsdp::", "c10d::")):
             self._book_collective(name, args, kwargs)
         return results
