@@ -26,13 +26,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tonnage.config.rules import Layout
 from tonnage.config.schema import Config
-from tonnage.data.collate import MicroBatch
 from tonnage.engines.base import Parts
 from tonnage.errors import ConfigError
 from tonnage.facts.capabilities import CAPABILITIES
 from tonnage.facts.models import MODELS
 from tonnage.trace.tracker import PHASES, Peak, Tracker
-from tonnage.trace.window import book_fsdp, loss_phase, tracked_window
+from tonnage.trace.window import book_fsdp, full_batch, loss_phase, tracked_window
 from tonnage.train.loss import LossHead
 from tonnage.train.session import engine_parts, make_engine
 
@@ -83,9 +82,7 @@ def trace(config: Config, layout: Layout, say: Callable[[str], None] = lambda te
         for part in (fake_mode, _Answers(), tracker, loss_phase(tracker, head), _one_sample_a_row(config)):
             stack.enter_context(part)
         book_fsdp(tracker, engine)
-        batches = [_full_batch(layout.cut.micro_rows, config.data.seq_tokens) for _ in range(micro_batches)]
-        for batch in batches:
-            tracker.book_all((value for value in vars(batch).values() if torch.is_tensor(value)), "inputs")
+        batches = [full_batch(layout.cut.micro_rows, config.data.seq_tokens) for _ in range(micro_batches)]
         for step in (1, 2):
             say(f"step {step} of 2 on fake tensors ({time.monotonic() - started:.0f} s)")
             tracker.start()
@@ -174,14 +171,6 @@ def _empty_like(old, device):
     local = torch.empty(old._local_tensor.shape, dtype=old.dtype, device=device)
     return DTensor.from_local(local, old.device_mesh, old.placements, run_check=False, shape=old.shape,
                               stride=old.stride())
-
-
-def _full_batch(rows, seq_tokens):
-    """A micro-batch without padding in which each position has a label."""
-    positions = rows * seq_tokens
-    whole = torch.zeros(rows, seq_tokens, dtype=torch.int64)
-    flat = torch.zeros(positions, dtype=torch.int64)
-    return MicroBatch(whole, torch.zeros_like(whole), flat, torch.zeros_like(flat), positions, positions)
 
 
 class _Answers(TorchDispatchMode):

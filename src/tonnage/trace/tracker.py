@@ -9,6 +9,7 @@ What a kernel allocates inside itself (workspaces) passes through no dispatcher 
 """
 
 import weakref
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -16,20 +17,24 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_iter
 
-CATEGORIES = ("weights", "gathered weights", "gradients", "unreduced gradients", "communication", "optimizer states",
-              "activations", "recomputed", "loss", "temporaries", "inputs")
+CATEGORIES = ("weights", "master weights", "gathered weights", "gradients", "unreduced gradients", "communication",
+              "optimizer states", "activations", "recomputed", "loss", "temporaries", "inputs", "other")
 PHASES = ("forward", "loss", "backward", "step")
 
 
 @dataclass(slots=True)
 class Block:
-    """One allocation: a storage, or what it is after a resize. `span` counts the phases entered before its birth."""
+    """One allocation: a storage, or what it is after a resize.
+
+    `span` counts the phases entered before its birth, `maker` is the operator that was at work.
+    """
 
     num_bytes: int
     born: int
     phase: str
     span: int
     recomputed: bool
+    maker: str
     category: str | None = None
     died: float = float("inf")
     died_span: float = float("inf")
@@ -38,6 +43,8 @@ class Block:
         """Its category: what it was marked as, otherwise what its life shows."""
         if self.category:
             return self.category
+        if self.phase not in PHASES:
+            return "other"
         if self.phase == "loss":
             return "loss"
         if self.phase == "forward":  # the loss is the span after, backward the one after that
@@ -47,10 +54,14 @@ class Block:
 
 @dataclass(frozen=True)
 class Peak:
-    """Bytes alive at the fullest moment of a phase, in all and by category."""
+    """Bytes alive at the fullest moment of a phase: in all, by category, and what they mostly are.
+
+    `largest`: (category, operator that made them, bytes of one, how many), the most bytes first.
+    """
 
     total: int
     by_category: dict[str, int]
+    largest: list[tuple[str, str, int, int]]
 
 
 class Tracker(TorchDispatchMode):
@@ -68,7 +79,7 @@ class Tracker(TorchDispatchMode):
         self.blocks: list[Block] = []
         self.live: dict[int, tuple[Block, weakref.ref]] = {}
         self.total = self.clock = self.span = 0
-        self.phase = "setup"
+        self.phase, self.maker = "setup", ""
         self.fullest: dict[str, tuple[int, int]] = {}
 
     # ---- the ledger
@@ -80,11 +91,11 @@ class Tracker(TorchDispatchMode):
 
     def start(self) -> None:
         """Forget peaks and the dead: what counts begins now."""
-        self.blocks = [block for block, _ in self.live.values()]
+        self.blocks = [block for block, _ in self.live.values() if block.num_bytes]
         self.fullest = {}
 
     def book(self, tensor: torch.Tensor, category: str | None = None) -> None:
-        """See to it that the storages of `tensor` are in the ledger; `category` says what they are, the latest word holds."""
+        """See to it that the storages of `tensor` are in the ledger, as `category` if given: the latest word holds."""
         for part in _parts(tensor):
             if part.device.type != self.device or getattr(part, "fake_mode", None) is not self.fake_mode:
                 continue
@@ -104,8 +115,9 @@ class Tracker(TorchDispatchMode):
     def _add(self, key, storage, num_bytes, category):
         self.clock += 1
         block = Block(num_bytes, self.clock, self.phase, self.span,
-                      self.phase == "backward" and torch.is_grad_enabled(), category)
-        self.blocks.append(block)
+                      self.phase == "backward" and torch.is_grad_enabled(), self.maker, category)
+        if num_bytes:
+            self.blocks.append(block)
         self.live[key] = block, weakref.ref(storage, lambda _, key=key: self._remove(key))
         self.total += num_bytes
         self._note_peak()
@@ -120,7 +132,7 @@ class Tracker(TorchDispatchMode):
     def _resized(self, storage, num_bytes):
         """FSDP frees and refills gathered weights by resizing their storage: each filling is a block of its own."""
         if storage._cdata in self.live and num_bytes != self.live[storage._cdata][0].num_bytes:
-            category = self._remove(storage._cdata).category
+            category, self.maker = self._remove(storage._cdata).category, "resize_"
             self._add(storage._cdata, storage, num_bytes, category)
 
     def _note_peak(self):
@@ -129,19 +141,16 @@ class Tracker(TorchDispatchMode):
 
     # ---- what it says
 
-    def peak(self, phase: str) -> Peak:
+    def peak(self, phase: str, num_largest: int = 12) -> Peak:
         """The fullest moment of `phase` since `start`."""
         total, clock = self.fullest.get(phase, (0, 0))
-        return Peak(total, self.breakdown(clock))
-
-    def breakdown(self, clock: int | None = None) -> dict[str, int]:
-        """Bytes alive at `clock` (now if None) by category."""
-        clock = self.clock if clock is None else clock
+        alive = [block for block in self.blocks if block.born <= clock < block.died]
         sums = dict.fromkeys(CATEGORIES, 0)
-        for block in self.blocks:
-            if block.born <= clock < block.died:
-                sums[block.kind()] += block.num_bytes
-        return sums
+        for block in alive:
+            sums[block.kind()] += block.num_bytes
+        counts = Counter((block.kind(), block.maker, block.num_bytes) for block in alive)
+        largest = sorted(((*kind, count) for kind, count in counts.items()), key=lambda row: -row[2] * row[3])
+        return Peak(total, sums, largest[:num_largest])
 
     # ---- how it sees
 
@@ -165,11 +174,11 @@ class Tracker(TorchDispatchMode):
             return NotImplemented  # its local tensors come here next
         kwargs = kwargs or {}
         results = func(*args, **kwargs)
+        self.maker = name = func._schema.name
         for result in tree_iter(results):
             if isinstance(result, torch.Tensor):
                 self.book(result)
         # the collectives of torch 2.13's FSDP2 and c10d say what a buffer is for
-        name = func._schema.name
         if name.startswith(("fsdp::", "c10d::")):
             self._book_collective(name, args, kwargs)
         return results
@@ -183,9 +192,10 @@ class Tracker(TorchDispatchMode):
             self.book_all(args[0], "unreduced gradients")
             self.book(kwargs["out"], "communication")
         elif name.startswith("c10d::"):
+            category = "gathered weights" if "allgather" in name else "communication"
             for tensor in tree_iter(args):
                 if isinstance(tensor, torch.Tensor):
-                    self._book_if_nameless(tensor, "communication")
+                    self._book_if_nameless(tensor, category)
 
     def _book_if_nameless(self, tensor, category):
         for part in _parts(tensor):

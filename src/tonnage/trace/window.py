@@ -15,6 +15,14 @@ from tonnage.trace.tracker import Tracker
 from tonnage.train.loss import LossHead, loss_sum
 
 
+def full_batch(rows: int, seq_tokens: int) -> MicroBatch:
+    """A micro-batch without padding in which each position has a label: the most that a step of this shape needs."""
+    ids = torch.zeros(rows, seq_tokens, dtype=torch.int64)
+    positions = torch.arange(seq_tokens).repeat(rows, 1)
+    return MicroBatch(ids, positions, torch.arange(rows * seq_tokens), torch.zeros_like(ids).flatten(), rows * seq_tokens,
+                      rows * seq_tokens)
+
+
 @contextmanager
 def loss_phase(tracker: Tracker, head: LossHead) -> Iterator[None]:
     """Within, the phase `loss` lasts from the head's input to the gradient of that input."""
@@ -35,9 +43,11 @@ def tracked_window(tracker: Tracker, engine: Engine, head: LossHead, batches: It
     """Forward, loss and backward of each micro-batch, then the step.
 
     Args:
-        note: called where gradients exist and again after the step, to book what is known by identity.
+        note: called after each backward and after the step, to book what is known by identity.
     """
     batches = list(batches)
+    for batch in batches:
+        tracker.book_all((value for value in vars(batch).values() if torch.is_tensor(value)), "inputs")
     total = torch.zeros((), device=engine.device)
     for i, batch in enumerate(batches):
         tracker.enter("forward")
@@ -45,7 +55,7 @@ def tracked_window(tracker: Tracker, engine: Engine, head: LossHead, batches: It
         total += loss.detach()
         engine.backward(loss * scale, last=i == len(batches) - 1)
         del loss
-    note()
+        note()
     tracker.enter("step")
     engine.step(learning_rate)
     note()
@@ -57,8 +67,10 @@ def book_fsdp(tracker: Tracker, engine: Engine) -> None:
     model, optimizer = engine.model, engine.optimizer
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            # torch 2.13: the only way to the gathered weights of groups with one shard, which no collective fills
+            # torch 2.13: private, and the only way to what no parameter leads to
             for group in module._get_fsdp_state()._fsdp_param_groups:
+                if group._partial_reduce_output is not None:  # gradients that are summed over replicas once a window
+                    tracker.book(group._partial_reduce_output, "gradients")
                 for parameter in group.fsdp_params:
                     tracker.book_all(getattr(parameter, "all_gather_outputs", ()), "gathered weights")
                     tracker.book(parameter._sharded_param_data, "weights")
