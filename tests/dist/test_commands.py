@@ -245,7 +245,7 @@ def test_new_tokens_are_trained_saved_and_exported_with_an_adapter(place):
     ("data.path=empty.jsonl", "empty.jsonl"),
     ("data.path=bad.jsonl", "bad.jsonl:2"),
     ("data.path=long.jsonl", "dropped"),
-    ("model.path=/nowhere/model", "model.path=/nowhere/model: no such folder or file"),
+    ("model.path=/nowhere/model", "model.path=/nowhere/model: no such file or folder"),
     ("model.path=owner/name", "HF_TOKEN"),
     ("batch.accumulation_steps=7", "nearest that agree"),
     ("strategy=zero0 precision=bf16", "precision=bf16: not with strategy=zero0"),

@@ -8,6 +8,7 @@ Precedence: defaults < recipe < command line.
 import dataclasses
 import difflib
 import itertools
+import os
 import re
 import types
 import typing
@@ -118,7 +119,8 @@ def compose_mapping(overrides: typing.Iterable[str], base: dict | None = None) -
 def with_absolute_paths(config: Config) -> Config:
     """`config` with local paths made absolute, so that a run goes on from any working directory.
 
-    A relative path is looked for here, then in the repository (the data and recipes it ships).
+    A relative path is looked for here, then in the repository (the data and recipes it ships). `~` is the home folder:
+    no shell replaces it behind `key=`.
     """
     replace = dataclasses.replace
     data = replace(config.data, path=_absolute(config.data.path), chat_template=_absolute(config.data.chat_template),
@@ -128,8 +130,9 @@ def with_absolute_paths(config: Config) -> Config:
 
 
 def _absolute(path):
+    path = path and os.path.expanduser(path)
     for place in (Path.cwd(), ROOT):
-        if path and (place / path).exists():
+        if path and os.path.exists(place / path):
             return str((place / path).resolve())
     return path
 
