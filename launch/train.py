@@ -75,6 +75,7 @@ def compose(command: CommandLine) -> Config:
     base = runs.read_config(command.run_folder)
     config = compose_config(command.overrides, base)
     if config.run.fork:
+        rules.check_fork(asdict(to_schema(base)), asdict(config))
         named = any(word.startswith("run.name=") for word in command.overrides)
         return config if named else replace(config, run=replace(config.run, name=None))
     rules.check_resume(asdict(to_schema(base)), asdict(config))
