@@ -210,7 +210,7 @@ def make_engine(config: Config, strategy: str, gpus_per_node: int, cut: BatchCut
     shard = shard_gpus(config, strategy, dist.get_world_size(), gpus_per_node)
     return FsdpEngine(shard_gpus=shard, precision=config.precision.name, offload=config.strategy.offload == "all",
                       reshard_after_forward=config.strategy.reshard_after_forward, clip_norm=clip,
-                      compile_layers=config.model.compile, device=device)
+                      compile_layers=config.model.compile, timeout_s=config.cluster.timeout_s, device=device)
 
 
 def engine_parts(config: Config, folder: str, attention: str) -> Parts:
