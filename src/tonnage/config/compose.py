@@ -8,6 +8,8 @@ Precedence: defaults < recipe < command line.
 import dataclasses
 import difflib
 import itertools
+import os
+import re
 import types
 import typing
 from dataclasses import dataclass
@@ -125,7 +127,8 @@ def compose_mapping(overrides: typing.Iterable[str], base: dict | None = None) -
 def with_absolute_paths(config: Config) -> Config:
     """`config` with local paths made absolute, so that a run goes on from any working directory.
 
-    A relative path is looked for here, then in the repository (the data and recipes it ships).
+    A relative path is looked for here, then in the repository (the data and recipes it ships). `~` is the home folder:
+    no shell replaces it behind `key=`.
     """
     replace = dataclasses.replace
     data = replace(config.data, path=_absolute(config.data.path), chat_template=_absolute(config.data.chat_template),
@@ -135,8 +138,9 @@ def with_absolute_paths(config: Config) -> Config:
 
 
 def _absolute(path):
+    path = path and os.path.expanduser(path)
     for place in (Path.cwd(), ROOT):
-        if path and (place / path).exists():
+        if path and os.path.exists(place / path):
             return str((place / path).resolve())
     return path
 
@@ -213,11 +217,31 @@ def _parse(overrides):
     parser, parsed = OverridesParser.create(), []
     for word in overrides:
         try:
-            parsed.append(parser.parse_override(word))
+            override = parser.parse_override(word)
         except HydraException as error:
-            raise ConfigError(f"{word}: cannot be read ({_first_line(error)}); the form is key=value, a value with "
-                              f"special characters goes in quotes: 'key=\"value\"'") from error
+            raise ConfigError(_not_readable(parser, word)) from error
+        if not override.key_or_group or override.package is not None:  # Hydra's key@package=value has no use here
+            raise ConfigError(_not_readable(parser, word))
+        parsed.append(override)
     return parsed
+
+
+def _not_readable(parser, word):
+    """What to write instead of `word`; the parser's own words are about its grammar and help nobody."""
+    key, equals, value = word.partition("=")
+    rule = f"{word if word.strip() else repr(word)}: cannot be read: must be key=value, as in optimizer.learning_rate=1e-4"
+    if not equals or not re.fullmatch(r"[\w./+~]*\w", key):
+        return rule
+    if value.startswith("["):
+        return f"{rule}; a list is '{key}=[a, b]'"
+    if value.startswith("{"):
+        return f"{rule}; a mapping is '{key}={{name: a}}'"
+    quoted = f'{key}="{value}"'
+    try:
+        parser.parse_override(quoted)
+    except HydraException:
+        return rule
+    return f"{rule}; a value with special characters goes in quotes: '{quoted}'"
 
 
 def _choices_and_values(items):

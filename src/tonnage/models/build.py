@@ -56,7 +56,11 @@ def build_model(folder: str, model: Model, adapter: Adapter, attention: str, fro
 
 
 def read_config(folder: str, trust_remote_code: bool = False):
-    """transformers' configuration object of `folder`."""
+    """transformers' configuration object of `folder`.
+
+    Raises:
+        ModelError: one that cannot be used, or of a model that does not predict the next token.
+    """
     from transformers import AutoConfig
 
     try:
@@ -64,9 +68,23 @@ def read_config(folder: str, trust_remote_code: bool = False):
     except Exception as error:  # json, transformers' own types and those of its validators
         reason = str(error).strip().splitlines()[0]
         raise ModelError(f"model.path={folder}: its config.json cannot be used: {reason}") from error
+    _require_causal(folder, config, trust_remote_code)
     if config.get_text_config().__dict__.get("num_experts") or config.get_text_config().__dict__.get("n_routed_experts"):
         config._experts_implementation = "grouped_mm"
     return config
+
+
+def _require_causal(folder, config, trust_remote_code):
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING
+
+    if trust_remote_code and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {}):
+        return
+    # BERT and its kin have a head for the next token too, but see that token unless their config makes them decoders
+    kind, sees_ahead = type(config), not (getattr(config, "is_decoder", False) or getattr(config, "causal", False))
+    if (kind not in MODEL_FOR_CAUSAL_LM_MAPPING or (kind in MODEL_FOR_MASKED_LM_MAPPING and sees_ahead)
+            or getattr(config, "is_encoder_decoder", False)):
+        raise ModelError(f"model.path={folder}: model_type {config.model_type} is no causal language model; only models "
+                         f"that predict the next token can be trained (docs/models.md): name the folder of one")
 
 
 def add_adapter(model: nn.Module, adapter: Adapter, trains_embeddings: bool, dtype: torch.dtype) -> nn.Module:
