@@ -9,6 +9,7 @@ from functools import cached_property
 from tonnage.config.rules import Layout, shard_gpus
 from tonnage.config.schema import Config
 from tonnage.facts.architectures import Architecture
+from tonnage.facts.zero import ZeroLimits, zero_limits
 
 COMPUTE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 
@@ -42,6 +43,7 @@ class Job:
     loss: str
     loss_chunk_tokens: int
     packing: bool = False
+    zero: ZeroLimits = ZeroLimits()
     compile: bool = False
 
     @property
@@ -100,7 +102,7 @@ def job_of(config: Config, layout: Layout, architecture: Architecture) -> Job:
         accumulation_steps=cut.accumulation_steps or 1, checkpointing=config.model.activation_checkpointing,
         attention=attention, loss="plain" if config.train.loss == "plain" else "chunked",
         loss_chunk_tokens=config.train.loss_chunk_tokens,
-        packing=config.data.packing, compile=config.model.compile)
+        packing=config.data.packing, zero=zero_limits(config.strategy.extra), compile=config.model.compile)
 
 
 def _shard_gpus(config, layout):

@@ -132,6 +132,8 @@ def assemble(job: Job, style: Style, spread: Spread, loss: LossBytes) -> Memory:
         "gradients": max(summed, spread.share * above), kept: boundary,
         "gradients before they are reduced": outside.gradient + outside.reduced})
 
+    backward.append(held_root | {"gradients": spread.gradients, "buffers of reduction": spread.reduce})
+
     phases = {"forward": forward, "loss": losses, "backward": backward,
               "step": [held | {"gradients": spread.gradients, "step": spread.step}],
               "save": [held | {"whole tensors": spread.save}]}

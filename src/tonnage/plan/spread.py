@@ -31,7 +31,7 @@ class Spread:
 
     `weights`: kept at all times, by kind. `states`: of the optimizer. `gradients`: when all are summed. `share`: of a
     unit's fp32 gradient that stays here. `root` is gathered from forward to the end of backward, the others when they
-    are used. `step`: temporaries of the optimizer step. `save`: of writing a checkpoint.
+    are used. `reduce`: buffers at the end of backward. `step`: temporaries of the optimizer step. `save`: of writing a checkpoint.
     """
 
     weights: dict[str, float]
@@ -42,6 +42,7 @@ class Spread:
     embedding: Unit = Unit()
     head: Unit = Unit()
     root: Unit = Unit()
+    reduce: float = 0.0
     step: float = 0.0
     save: float = 0.0
 
@@ -56,7 +57,8 @@ def trained_sizes(job: Job) -> tuple[list[int], int, int, int]:
     a = job.architecture
     if not job.trains_all:
         return list(job.adapter_parameters), 0, 0, 0
-    return [a.layer_parameters(i).total for i in range(a.num_layers)], a.embedding_parameters, a.head_parameters, a.final_norm
+    layers = [a.layer_parameters(i).total for i in range(a.num_layers)]
+    return layers, a.embedding_parameters, a.head_parameters, a.final_norm
 
 
 def _fsdp(job):
@@ -73,9 +75,12 @@ def _fsdp(job):
 
     if managed:
         units = tuple(unit(*sizes) for sizes in zip(all_layers, layers, strict=True))
-        tied = a.tied_embeddings
-        outside = (unit(a.embedding_parameters, embedding), unit(a.head_parameters, head), unit(a.final_norm, norm))
-        embedding, head, root = (Unit(), Unit(), unit(a.embedding_parameters + a.final_norm, embedding + norm)) if tied else outside
+        if a.tied_embeddings:  # used first and last, so it stays with the root
+            root = unit(a.embedding_parameters + a.final_norm, embedding + norm)
+            embedding, head = Unit(), Unit()
+        else:
+            embedding, head, root = (unit(a.embedding_parameters, embedding), unit(a.head_parameters, head),
+                                     unit(a.final_norm, norm))
     else:
         units = (Unit(),) * a.num_layers
         embedding, head, root = Unit(), Unit(), Unit(c * trained, c * trained, MASTER * trained)
@@ -88,4 +93,40 @@ def _fsdp(job):
 
 
 def _zero(job):
-    raise NotImplementedError
+    """DeepSpeed: whole weights in the compute precision (sharded at stage 3), fp32 ones and states sharded.
+
+    Measured allocation by allocation (tests/dist/memory.py): stage 1 in bf16 holds the whole fp32 sums of gradients and
+    the bf16 gradients besides, and reduces all of them at once; stage 3 holds its bucket for good, gathers up to a limit,
+    and casts the gradients of a sub-group in the step.
+    """
+    a, c, n, limits = job.architecture, job.compute_bytes, job.shard_gpus, job.zero
+    stage, trained = int(job.strategy.removeprefix("zero")), job.trained_parameters
+    layers, embedding, head, _ = trained_sizes(job)
+    frozen = 0 if job.trains_all else a.num_parameters
+    parts = n if stage == 3 else 1
+    in_fp32 = c == 4
+    offload = job.offload != "none"
+    weights = {"frozen weights": c * frozen / parts, "weights": c * trained / parts,
+               "fp32 weights": MASTER * trained / n * (stage > 0) * (not offload)}
+    sums = MASTER * trained / (1 if stage < 2 else n)
+    if stage == 1 and not in_fp32:
+        sums += c * trained
+    units = tuple(Unit(0.0, c * size, 0.0) for size in layers)
+    bucket = min(limits.reduce_bucket_size, trained)
+    gathered = 0.0
+    if stage == 3:
+        weights["reduce bucket"] = MASTER * limits.reduce_bucket_size
+        if n > 1:
+            everything = a.num_parameters + (0 if job.trains_all else trained)
+            largest = max([a.layer_parameters(i).total for i in range(a.num_layers)] + [a.embedding_parameters])
+            gathered = c * min(everything, max(limits.stage3_max_live_parameters, largest))
+    elif stage == 2:
+        gathered = 0.0
+    return Spread(
+        weights={name: size for name, size in weights.items() if size}, states=0.0 if offload else
+        STATES[job.optimizer] * trained / n if stage else STATES[job.optimizer] * trained,
+        gradients=sums * (not offload or stage < 2), share=1 / (1 if stage < 2 else n), layers=units,
+        embedding=Unit(0.0, c * embedding, 0.0), head=Unit(0.0, c * head, 0.0),
+        root=Unit(gathered), reduce=(MASTER * trained if stage == 1 and not in_fp32 else (c + MASTER) * bucket),
+        step=MASTER * min(limits.sub_group_size, trained / n) if stage == 3 else 0.0,
+        save=MASTER * max(layers + [embedding]))
