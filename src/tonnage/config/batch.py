@@ -47,6 +47,15 @@ def resolve_batch(batch: Batch, gpus: int, seq_tokens: int) -> BatchCut:
     return BatchCut(rows, None, min(micro, share), needed)
 
 
+def micro_choices(batch: Batch, gpus: int, most_rows: int) -> list[int]:
+    """Micro-batches from the largest within `most_rows` to one row; each is the smallest for its number of steps, so
+    that the last micro-batch of a window is about as full as the others."""
+    if batch.global_tokens is not None:
+        return [2**power for power in reversed(range(most_rows.bit_length()))]
+    share = -(-(DEFAULT_GLOBAL_ROWS if batch.global_rows == "auto" else batch.global_rows) // gpus)
+    return sorted({rows for steps in range(1, share + 1) if (rows := -(-share // steps)) <= most_rows}, reverse=True)
+
+
 def _by_tokens(batch, auto_micro):
     for name in ("global_rows", "accumulation_steps"):
         if getattr(batch, name) != "auto":

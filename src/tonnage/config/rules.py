@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, replace
 from tonnage.config.batch import BatchCut, resolve_batch
 from tonnage.config.schema import Config, DataSet
 from tonnage.errors import ConfigError
-from tonnage.facts.capabilities import CAPABILITIES, violations
+from tonnage.facts.capabilities import CAPABILITIES, chosen_of, violations
 from tonnage.facts.models import MODELS
 
 # what may change when a run goes on: where and how it runs, not what is learned
@@ -48,9 +48,7 @@ def resolve_layout(config: Config, gpus: int, device: str, local_gpus: int, unde
 
 
 def _broken_rules(config, gpus, per_node, device, strategy):
-    faults = violations(strategy, {
-        "precision": config.precision.name, "offload": config.strategy.offload, "adapter": config.adapter.name,
-        "optimizer": config.optimizer.name, "compile": config.model.compile})
+    faults = violations(strategy, chosen_of(config))
     rules = [
         (gpus % per_node != 0, f"cluster.gpus_per_node={per_node}: must divide gpus={gpus}"),
         (config.strategy.extra and CAPABILITIES[strategy].engine != "deepspeed",

@@ -54,6 +54,12 @@ AXES = {"precision": "precision", "offload": "strategy.offload", "adapter": "ada
         "compile": "model.compile"}
 
 
+def chosen_of(config) -> dict[str, object]:
+    """What a config (config.schema.Config) chooses on each axis."""
+    return {"precision": config.precision.name, "offload": config.strategy.offload, "adapter": config.adapter.name,
+            "optimizer": config.optimizer.name, "compile": config.model.compile}
+
+
 def violations(strategy: str, chosen: dict[str, object]) -> list[str]:
     """One message for each choice that `strategy` does not run, with the nearest legal ones.
 

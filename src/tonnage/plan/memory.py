@@ -118,7 +118,7 @@ def assemble(job: Job, style: Style, spread: Spread, loss: LossBytes) -> Memory:
         layer, unit = layers[i], spread.layers[i]
         ahead = spread.layers[i - 1].whole if i else spread.embedding.whole
         here = held_root | {
-            "gradients": max(summed, spread.share * above),
+            "gradients": max(summed, spread.share * above) + (spread.second_sum if summed else 0.0),
             "gathered": unit.whole + ahead,
             kept: sum(saved[:i + 1]) - (0 if checkpointed else layer.saved)}
         backward.append(here | {

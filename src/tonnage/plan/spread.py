@@ -10,6 +10,7 @@ from tonnage.plan.job import Job
 
 STATES = {"adamw": 8.0, "adamw8bit": 2.0 + 8 / 256, "sgd": 4.0}  # bytes a trained parameter; 8 bits: a scale per 256
 MASTER = 4.0  # trained weights, gradients' sums: fp32
+ALL_REDUCE_SIZE = 500_000_000  # DeepSpeed 0.19.8, runtime/engine.py: numbers that are reduced at once at stages 0 and 1
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,8 @@ class Spread:
 
     `weights`: kept at all times, by kind. `states`: of the optimizer. `gradients`: when all are summed. `share`: of a
     unit's fp32 gradient that stays here. `root` is gathered from forward to the end of backward, the others when they
-    are used. `reduce`: buffers at the end of backward. `step`: temporaries of the optimizer step. `save`: of writing a checkpoint.
+    are used. `reduce`: buffers at the end of backward. `second_sum`: of gradients, held in backward while
+    accumulating. `step`: temporaries of the optimizer step. `save`: of writing a checkpoint.
     """
 
     weights: dict[str, float]
@@ -43,6 +45,7 @@ class Spread:
     head: Unit = Unit()
     root: Unit = Unit()
     reduce: float = 0.0
+    second_sum: float = 0.0
     step: float = 0.0
     save: float = 0.0
 
@@ -120,13 +123,16 @@ def _zero(job):
             everything = a.num_parameters + (0 if job.trains_all else trained)
             largest = max([a.layer_parameters(i).total for i in range(a.num_layers)] + [a.embedding_parameters])
             gathered = c * min(everything, max(limits.stage3_max_live_parameters, largest))
-    elif stage == 2:
-        gathered = 0.0
+    whole = stage == 0 or (stage == 1 and not in_fp32)
+    reduce = MASTER * min(trained, ALL_REDUCE_SIZE) if whole else (c + MASTER) * bucket
+    if stage == 3:
+        step = MASTER * min(limits.sub_group_size, trained / n)
+    else:  # in fp32 the gradients of a group are made one tensor
+        step = MASTER * trained / n if stage and in_fp32 else 0.0
     return Spread(
         weights={name: size for name, size in weights.items() if size}, states=0.0 if offload else
         STATES[job.optimizer] * trained / n if stage else STATES[job.optimizer] * trained,
         gradients=sums * (not offload or stage < 2), share=1 / (1 if stage < 2 else n), layers=units,
         embedding=Unit(0.0, c * embedding, 0.0), head=Unit(0.0, c * head, 0.0),
-        root=Unit(gathered), reduce=(MASTER * trained if stage == 1 and not in_fp32 else (c + MASTER) * bucket),
-        step=MASTER * min(limits.sub_group_size, trained / n) if stage == 3 else 0.0,
+        root=Unit(gathered), reduce=reduce, second_sum=MASTER * trained / n if stage == 2 and in_fp32 else 0.0, step=step,
         save=MASTER * max(layers + [embedding]))

@@ -4,7 +4,6 @@ import resource
 import sys
 import time
 
-import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
@@ -27,9 +26,11 @@ def number(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 100 or value == int(value) else f"{value:.4g}"
 
 
-def memory_gib(device: torch.device) -> float:
-    """Peak memory of this rank: allocated on the GPU, resident on the CPU."""
+def memory_gib(device) -> float:
+    """Peak memory of this rank on a torch.device: allocated on the GPU, resident on the CPU."""
     if device.type == "cuda":
+        import torch
+
         return torch.cuda.max_memory_allocated(device) / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 

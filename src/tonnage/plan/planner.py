@@ -1,0 +1,142 @@
+"""From a config to a plan: memory, verdict, host, disk, speed; and what `auto` stands for on a GPU that is known.
+
+No torch here: a login node answers in less than a second.
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from tonnage.config.batch import micro_choices
+from tonnage.config.rules import Layout, resolve_layout
+from tonnage.config.schema import Config
+from tonnage.errors import ConfigError
+from tonnage.facts.architectures import Architecture
+from tonnage.facts.capabilities import chosen_of, violations
+from tonnage.facts.gpus import Gpu
+from tonnage.facts.models import MODELS
+from tonnage.plan.host import Host, host
+from tonnage.plan.job import Job, job_of
+from tonnage.plan.memory import Memory, memory
+from tonnage.plan.speed import NETWORK_GB_S, Speed, step_time
+from tonnage.plan.verdict import DOES_NOT_FIT, FITS, verdict
+
+GPUS_PER_NODE = 8  # where neither cluster.gpus_per_node nor a machine says so
+# beyond this many tokens a micro-batch gains little speed: the matrix products fill the GPU
+MOST_MICRO_TOKENS = 16384
+# strategies from the least sharding to the most
+LADDERS = {"deepspeed": ("zero1", "zero2", "zero3"), "fsdp": ("ddp", "hsdp", "fsdp")}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run will need. `share`: predicted peak of one GPU relative to the memory torch sees on it."""
+
+    job: Job
+    layout: Layout
+    gpu: Gpu
+    memory: Memory
+    verdict: str
+    host: Host
+    speed: Speed | None
+
+    @property
+    def share(self) -> float:
+        return self.memory.peak_bytes / 2**30 / self.gpu.memory_gib
+
+
+def architecture_of(config: Config) -> Architecture:
+    """The shape of the config's model: by its name, else from the config.json at model.path.
+
+    Raises:
+        ConfigError: neither is known here.
+    """
+    if config.model.name in MODELS:
+        return MODELS[config.model.name].architecture
+    file = Path(config.model.path or "") / "config.json"
+    if not config.model.path or not file.is_file():
+        raise ConfigError(f"model.path={config.model.path}: a plan needs a model of docs/models.md, or a folder with a "
+                          f"config.json")
+    try:
+        return Architecture.from_hf_config(json.loads(file.read_text()))
+    except (json.JSONDecodeError, UnicodeDecodeError, AttributeError, TypeError) as error:
+        raise ConfigError(f"model.path={config.model.path}: its config.json cannot be read: {error}") from error
+
+
+def make_plan(config: Config, layout: Layout, architecture: Architecture, gpu: Gpu) -> Plan:
+    """The plan of a config on a layout of `gpu`s."""
+    job = job_of(config, layout, architecture)
+    network = config.cluster.network_gb_s
+    needed = memory(job)
+    kept = config.checkpoint.keep + config.checkpoint.keep_best + 1
+    return Plan(job, layout, gpu, needed, verdict(needed.peak_bytes, gpu.memory_gib),
+                host(job, kept, cuda=layout.device == "cuda"),
+                step_time(job, gpu, NETWORK_GB_S if network == "auto" else network))
+
+
+def plan_layout(config: Config, architecture: Architecture, gpu: Gpu, under_deepspeed: bool = False) -> Layout:
+    """The layout of a run on GPUs that are not here: config.gpus of them (auto: one), 8 a node unless said otherwise.
+
+    Raises:
+        ConfigError: every rule that is broken.
+    """
+    gpus = 1 if config.gpus == "auto" else config.gpus
+    per_node = min(gpus, GPUS_PER_NODE)
+    settled = settle_auto(config, gpus, per_node, under_deepspeed, architecture, gpu)
+    return resolve_layout(settled, gpus, "cuda", per_node, under_deepspeed)
+
+
+def settle_auto(config: Config, gpus: int, per_node: int, under_deepspeed: bool, architecture: Architecture,
+                gpu: Gpu) -> Config:
+    """`config` with strategy and micro-batch worked out where they are `auto`.
+
+    The strategy is the least sharding that fits with one row; the micro-batch the largest that fits then, within
+    MOST_MICRO_TOKENS. Where nothing fits, the most sharding and one row.
+    """
+    last = config
+    for strategy in _strategies(config, gpus, per_node, under_deepspeed):
+        fitting = None
+        for candidate in _micro_batches(replace(config, strategy=replace(config.strategy, name=strategy)), gpus):
+            last = candidate
+            layout = resolve_layout(candidate, gpus, "cuda", per_node, under_deepspeed)
+            if verdict(memory(job_of(candidate, layout, architecture)).peak_bytes, gpu.memory_gib) == FITS:
+                fitting = candidate
+                break
+        if fitting is not None:
+            return fitting
+    return last
+
+
+def _strategies(config: Config, gpus: int, per_node: int, under_deepspeed: bool) -> list[str]:
+    """What `auto` may become, from the least sharding to the most."""
+    if config.strategy.name != "auto":
+        return [config.strategy.name]
+    ladder = LADDERS["deepspeed" if under_deepspeed else "fsdp"]
+    if gpus == 1:
+        ladder = ladder[:2] if under_deepspeed else ladder[:1]
+    elif gpus <= per_node:
+        ladder = tuple(name for name in ladder if name != "hsdp")  # which is fsdp within one node
+    legal = [name for name in ladder if not violations(name, chosen_of(config))]
+    return legal or [ladder[-1]]
+
+
+def _micro_batches(config: Config, gpus: int) -> Iterator[Config]:
+    """From the largest micro-batch to one row; the one that is given, if it is."""
+    batch = config.batch
+    if batch.micro_rows != "auto" or batch.accumulation_steps != "auto":
+        yield config
+        return
+    most = max(1, MOST_MICRO_TOKENS // config.data.seq_tokens)
+    for rows in micro_choices(batch, gpus, most):
+        yield replace(config, batch=replace(batch, micro_rows=rows))
+
+
+def refuse_what_cannot_fit(plan: Plan, remedies: list[str]) -> str | None:
+    """The text of a refusal, or None: what does not fit, and overrides that do."""
+    if plan.verdict != DOES_NOT_FIT:
+        return None
+    peak_gib = plan.memory.peak_bytes / 2**30
+    advice = "".join(f"\n  {line}" for line in remedies) or "\n  nothing on these GPUs; take more, or larger ones"
+    return (f"does not fit: {peak_gib:.1f} GiB are needed in the {plan.memory.peak_phase} phase and {plan.gpu.title} has "
+            f"{plan.gpu.memory_gib:.1f} GiB; what fits:{advice}\nplan.refuse=false goes on anyway")
