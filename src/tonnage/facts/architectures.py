@@ -9,6 +9,7 @@ Source: transformers 5.24, `models/<model_type>/{configuration,modeling}_<model_
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from tonnage.errors import ConfigError
 
@@ -195,6 +196,11 @@ class Architecture:
             norms=self.norms_per_layer * self.hidden + self._attention_norms(),
         )
 
+    @cached_property
+    def layers(self) -> tuple[LayerParameters, ...]:
+        """`layer_parameters` of every layer, counted once."""
+        return tuple(self.layer_parameters(i) for i in range(self.num_layers))
+
     @property
     def embedding_parameters(self) -> int:
         """The input embedding, vocab x hidden."""
@@ -213,7 +219,7 @@ class Architecture:
     @property
     def num_parameters(self) -> int:
         """All parameters of the model."""
-        return self._outside_layers + sum(self.layer_parameters(i).total for i in range(self.num_layers))
+        return self._outside_layers + sum(layer.total for layer in self.layers)
 
     @property
     def num_active_parameters(self) -> int:
@@ -222,7 +228,7 @@ class Architecture:
         Embedding and head count in full. A publisher may leave the embedding out, being a lookup and no product; then
         subtract `embedding_parameters`.
         """
-        return self._outside_layers + sum(self.layer_parameters(i).active for i in range(self.num_layers))
+        return self._outside_layers + sum(layer.active for layer in self.layers)
 
     @property
     def _outside_layers(self) -> int:

@@ -41,7 +41,7 @@ def host(job: Job, num_checkpoints: int, cuda: bool) -> Host:
     if job.offload in ("all", "nvme"):
         terms["offloaded weights"] = job.compute_bytes * a.num_parameters * nodes_share / GIB
     if job.offload == "nvme":  # on the disk instead; buffers of a few tensors stay
-        largest = max(a.embedding_parameters, *(a.layer_parameters(i).total for i in range(a.num_layers)))
+        largest = max(a.embedding_parameters, *(layer.total for layer in a.layers))
         terms = {"processes": terms["processes"], "swap buffers": ranks * 5 * 4 * largest / max(1, job.shard_gpus) / GIB}
     checkpoint = (4 + (4 if job.optimizer == "sgd" else 8)) * trained / GIB
     terms["checkpoint being written"] = min(ranks * SAVE_FILE_GIB, checkpoint)

@@ -4,7 +4,7 @@ A job is made from a config (`job_of`) or from a published measurement (`plan.pu
 """
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from tonnage.config.rules import Layout, shard_gpus
 from tonnage.config.schema import Config
@@ -69,15 +69,29 @@ class Job:
         """
         if self.trains_all:
             return (0,) * self.architecture.num_layers
-        return tuple(sum(self.rank * (inputs + outputs) + (outputs if self.adapter == "dora" else 0)
-                         for name, (inputs, outputs) in self.architecture.linear_shapes(i).items()
-                         if is_adapted(name, self.targets))
-                     for i in range(self.architecture.num_layers))
+        return _adapter_parameters(self.architecture, self.targets, self.rank, self.adapter == "dora")
 
     @cached_property
     def trained_parameters(self) -> int:
         """Parameters that the optimizer updates."""
         return self.architecture.num_parameters if self.trains_all else sum(self.adapter_parameters)
+
+
+@lru_cache
+def _adapter_parameters(architecture, targets, rank, dora):
+    return tuple(sum(rank * (inputs + outputs) + dora * outputs for inputs, outputs in shapes)
+                 for shapes in _adapted(architecture, targets))
+
+
+@lru_cache
+def _adapted(architecture, targets):
+    return tuple(tuple(shape for name, shape in architecture.linear_shapes(i).items() if is_adapted(name, targets))
+                 for i in range(architecture.num_layers))
+
+
+def adapted_shapes(architecture: Architecture, targets: tuple[str, ...]) -> list[tuple[int, int]]:
+    """(in, out) of every adapted matrix of the model."""
+    return [shape for shapes in _adapted(architecture, targets) for shape in shapes]
 
 
 def is_adapted(name: str, targets: tuple[str, ...]) -> bool:

@@ -11,7 +11,7 @@ from tonnage.plan.activations import Played, Style, layer_tape, play
 from tonnage.plan.job import Job, is_adapted
 from tonnage.plan.spread import Spread, spread_of
 
-PHASES = ("forward", "loss", "backward", "step", "save")
+PHASES = ("load", "forward", "loss", "backward", "step", "save")
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,9 @@ def assemble(job: Job, style: Style, spread: Spread, loss: LossBytes) -> Memory:
 
     backward.append(held_root | {"gradients": spread.gradients, "buffers of reduction": spread.reduce})
 
-    phases = {"forward": forward, "loss": losses, "backward": backward,
+    largest = max(a.embedding_parameters, *(max(layer.dense_mlp // 3, layer.routed_experts) for layer in a.layers))
+    phases = {"load": [spread.weights | {"a tensor on its way": style.compute_bytes * largest}],
+              "forward": forward, "loss": losses, "backward": backward,
               "step": [held | {"gradients": spread.gradients, "step": spread.step}],
               "save": [held | {"whole tensors": spread.save}]}
     fullest = {phase: max(moments, key=lambda terms: sum(terms.values())) for phase, moments in phases.items()}
@@ -144,6 +146,6 @@ def assemble(job: Job, style: Style, spread: Spread, loss: LossBytes) -> Memory:
 def _layers(job, style):
     """What each layer holds; layers of one shape are worked out once."""
     a = job.architecture
-    shapes = [(a.layer_parameters(i), job.adapter_parameters[i]) for i in range(a.num_layers)]
+    shapes = list(zip(a.layers, job.adapter_parameters, strict=True))
     first = {shape: i for i, shape in reversed(list(enumerate(shapes)))}
     return [_played(a, first[shape], job.micro_rows, job.seq_tokens, style) for shape in shapes]

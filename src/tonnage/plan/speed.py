@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from tonnage.facts.gpus import GPUS, Gpu
-from tonnage.plan.job import Job, is_adapted
+from tonnage.plan.job import Job, adapted_shapes
 from tonnage.plan.published import Published, Row, published
 
 NETWORK_GB_S = 50.0  # one 400 Gb/s InfiniBand port a GPU. Source: NVIDIA DGX H100 data sheet
@@ -90,13 +90,13 @@ def flops_per_token(job: Job) -> Flops:
     Source: arXiv 2001.08361, section 2.1; arXiv 2204.02311, appendix B; arXiv 2106.09685 for frozen weights.
     """
     model, runs = job.architecture, 2 if job.checkpointing == "full" else 1
-    layers = sum(parts.active - parts.norms for parts in map(model.layer_parameters, range(model.num_layers)))
+    layers = sum(parts.active - parts.norms for parts in model.layers)
     head, adapters = model.vocab * model.hidden, sum(job.adapter_parameters)
     backward = 4 if job.trains_all else 2
     linear = (2 * runs + backward) * layers + (2 + backward) * head + (2 * runs + 4) * adapters
     attention = 2 * job.seq_tokens * _attention_width(model) * model.num_layers
     executed = (runs + 2) * attention * (2 if job.attention == "eager" else 1)
-    routed = (2 * runs + backward) * sum(model.layer_parameters(i).routed_experts_active for i in range(model.num_layers))
+    routed = (2 * runs + backward) * sum(layer.routed_experts_active for layer in model.layers)
     return Flops(linear - routed, routed, executed, (2 + backward) * (layers + head) + 6 * adapters + 3 * attention)
 
 
@@ -140,8 +140,7 @@ def compute_s(job: Job, gpu: Gpu, base_bytes: float = 2.0) -> tuple[float, float
     model, flops, generation = job.architecture, flops_per_token(job), generation_of(gpu)
     peak, memory = gpu.bf16_tflops * 1e12, gpu.memory_bandwidth_tb_s * 1e12 * MEMORY_FRACTION
     passes = 4 if job.checkpointing == "full" else 3  # backward moves twice what forward does
-    adapted = [shape for i in range(model.num_layers) for name, shape in model.linear_shapes(i).items()
-               if not job.trains_all and is_adapted(name, job.targets)]
+    adapted = [] if job.trains_all else adapted_shapes(model, job.targets)
     element = ELEMENTWISE_BYTES_COMPILED if job.compile else ELEMENTWISE_BYTES
     # an adapter reads the input, writes its output, reads that and the base's, and writes the sum: bf16
     moved = element * model.hidden * model.num_layers + sum(2 * (inputs + 3 * out) for inputs, out in adapted)

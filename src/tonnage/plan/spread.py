@@ -60,7 +60,7 @@ def trained_sizes(job: Job) -> tuple[list[int], int, int, int]:
     a = job.architecture
     if not job.trains_all:
         return list(job.adapter_parameters), 0, 0, 0
-    layers = [a.layer_parameters(i).total for i in range(a.num_layers)]
+    layers = [layer.total for layer in a.layers]
     return layers, a.embedding_parameters, a.head_parameters, a.final_norm
 
 
@@ -71,7 +71,7 @@ def _fsdp(job):
     trained = job.trained_parameters
     managed = job.trains_all or n > 1  # else frozen weights are left alone and adapters are one group
     frozen = 0 if job.trains_all else a.num_parameters
-    all_layers = [a.layer_parameters(i).total + job.adapter_parameters[i] for i in range(a.num_layers)]
+    all_layers = [layer.total + adapter for layer, adapter in zip(a.layers, job.adapter_parameters, strict=True)]
 
     def unit(parameters, trains):
         return Unit(c * parameters * managed, c * trains, MASTER * trains)
@@ -87,10 +87,11 @@ def _fsdp(job):
     else:
         units = (Unit(),) * a.num_layers
         embedding, head, root = Unit(), Unit(), Unit(c * trained, c * trained, MASTER * trained)
+    here = job.offload == "none"  # else weights, gradients and states are the host's, and the step too
+    weights = {"frozen weights": c * frozen / n, "adapters" if frozen else "weights": MASTER * trained / n}
     return Spread(
-        weights={"weights": MASTER * trained / n} if job.trains_all else
-                {"frozen weights": c * frozen / n, "adapters": MASTER * trained / n},
-        states=STATES[job.optimizer] * trained / n, gradients=MASTER * trained / n, share=1 / n,
+        weights={name: size for name, size in weights.items() if size and here},
+        states=here * STATES[job.optimizer] * trained / n, gradients=here * MASTER * trained / n, share=here / n,
         layers=units, embedding=embedding, head=head, root=root,
         save=MASTER * max(layers + [a.embedding_parameters if job.trains_all else 0]))
 
@@ -108,9 +109,11 @@ def _zero(job):
     frozen = 0 if job.trains_all else a.num_parameters
     parts = n if stage == 3 else 1
     in_fp32 = c == 4
-    offload = job.offload != "none"
+    offload, all_offloaded = job.offload != "none", job.offload in ("all", "nvme")
     weights = {"frozen weights": c * frozen / parts, "weights": c * trained / parts,
                "fp32 weights": MASTER * trained / n * (stage > 0) * (not offload)}
+    if all_offloaded:
+        weights = {}
     sums = MASTER * trained / (1 if stage < 2 else n)
     if stage == 1 and not in_fp32:
         sums += c * trained
@@ -121,7 +124,7 @@ def _zero(job):
         weights["reduce bucket"] = MASTER * limits.reduce_bucket_size
         if n > 1:
             everything = a.num_parameters + (0 if job.trains_all else trained)
-            largest = max([a.layer_parameters(i).total for i in range(a.num_layers)] + [a.embedding_parameters])
+            largest = max([layer.total for layer in a.layers] + [a.embedding_parameters])
             gathered = c * min(everything, max(limits.stage3_max_live_parameters, largest))
     whole = stage == 0 or (stage == 1 and not in_fp32)
     reduce = MASTER * min(trained, ALL_REDUCE_SIZE) if whole else (c + MASTER) * bucket

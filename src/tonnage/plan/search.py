@@ -1,0 +1,172 @@
+"""The configurations that fit, ranked by predicted speed; and the nearest of them for a run that does not fit."""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+
+from tonnage.config.batch import micro_choices
+from tonnage.config.schema import Config
+from tonnage.errors import ConfigError
+from tonnage.facts.capabilities import CAPABILITIES
+from tonnage.facts.gpus import GPUS
+from tonnage.plan.planner import MOST_MICRO_TOKENS, Plan, make_plan, plan_layout
+from tonnage.plan.verdict import DOES_NOT_FIT, FITS
+
+# what a change of these makes another run of: it comes last among the remedies
+LEARNED = ("adapter", "optimizer", "precision")
+MOST_GPUS = 4096
+
+
+@dataclass(frozen=True)
+class Found:
+    """One configuration. `override`: words to add to the command line; `changed`: the keys they change."""
+
+    override: str
+    changed: tuple[str, ...]
+    verdict: str
+    peak_gib: float
+    share: float
+    peak_phase: str
+    tokens_per_s: float | None
+    strategy: str
+    micro_rows: int
+    accumulation_steps: int | None
+
+
+@dataclass(frozen=True)
+class Search:
+    """`fitting` fastest first; `failing` counts what does not fit by (strategy, offload, adapter, checkpointing) with the
+    least share of memory that was seen there."""
+
+    fitting: list[Found]
+    failing: list[tuple[str, int, float]]
+    num_tried: int
+
+    def as_dict(self) -> dict:
+        return {"tried": self.num_tried, "fitting": [asdict(one) for one in self.fitting],
+                "failing": [{"what": what, "tried": number, "least_share": share} for what, number, share in self.failing]}
+
+
+def search(config: Config, plan: Plan) -> Search:
+    """Every combination of strategy, offload, checkpointing, micro-batch, adapter, optimizer and precision that the
+    capability registry accepts, on the GPUs of `plan`."""
+    found, failing, least = [], Counter(), {}
+    for candidate, words in _candidates(config, plan):
+        one = _evaluate(candidate, words, plan)
+        if one is None:
+            continue
+        if one.verdict != DOES_NOT_FIT:
+            found.append(one)
+            continue
+        what = (f"{one.strategy}, offload {candidate.strategy.offload}, {candidate.adapter.name}, checkpointing "
+                f"{candidate.model.activation_checkpointing}")
+        failing[what] += 1
+        least[what] = min(least.get(what, one.share), one.share)
+    found.sort(key=lambda one: (one.verdict != FITS, -(one.tokens_per_s or 0), one.share))
+    return Search(found, sorted(((what, number, least[what]) for what, number in failing.items()),
+                                key=lambda row: row[2]), len(found) + failing.total())
+
+
+def remedies(config: Config, plan: Plan, most: int = 3) -> list[Found]:
+    """The nearest configurations that fit: the fewest changes first, then those that leave alone what is learned, then
+    the fastest; one with more GPUs and one with a larger GPU where they help."""
+    fitting = [one for one in search(config, plan).fitting if one.verdict == FITS]
+    fitting.sort(key=lambda one: (len(one.changed) + 2 * sum(key in LEARNED for key in one.changed),
+                                  -(one.tokens_per_s or 0)))
+    chosen, seen = [], set()
+    for one in fitting:  # of each set of keys the best
+        if one.changed not in seen:
+            seen.add(one.changed)
+            chosen.append(one)
+    return chosen[:most] + [one for one in (_more_gpus(config, plan), _larger_gpu(config, plan)) if one is not None]
+
+
+def _candidates(config: Config, plan: Plan) -> Iterator[tuple[Config, dict[str, str]]]:
+    """Configs and, by key, the words that make them of `config`."""
+    layout = plan.layout
+    adapters = dict.fromkeys((config.adapter.name, "lora"))
+    optimizers = dict.fromkeys((config.optimizer.name, "adamw", "adamw8bit"))
+    precisions = dict.fromkeys((config.precision.name, "bf16"))
+    most = max(1, MOST_MICRO_TOKENS // config.data.seq_tokens)
+    micro = dict.fromkeys((*micro_choices(config.batch, layout.gpus, most), layout.cut.micro_rows))
+    for strategy, row in CAPABILITIES.items():
+        if layout.gpus == 1 and strategy in ("zero3", "fsdp", "hsdp") or strategy == "hsdp" and (
+                layout.gpus <= layout.gpus_per_node):
+            continue  # the same as less sharding there
+        for offload in row.offload:
+            for checkpointing in ("none", "full"):
+                for adapter in adapters:
+                    for optimizer in optimizers:
+                        for precision in precisions:
+                            for rows in micro:
+                                yield _candidate(config, plan, strategy, offload, checkpointing, adapter, optimizer,
+                                                 precision, rows)
+
+
+def _candidate(config, plan, strategy, offload, checkpointing, adapter, optimizer, precision, rows):
+    words, layout = {}, plan.layout
+    for key, value, before in (
+            ("strategy", strategy, layout.strategy), ("strategy.offload", offload, config.strategy.offload),
+            ("model.activation_checkpointing", checkpointing, config.model.activation_checkpointing),
+            ("adapter", adapter, config.adapter.name), ("optimizer", optimizer, config.optimizer.name),
+            ("precision", precision, config.precision.name), ("batch.micro_rows", rows, layout.cut.micro_rows)):
+        if value != before:
+            words[key] = f"{key}={value}"
+    batch = config.batch
+    if "batch.micro_rows" in words and batch.accumulation_steps != "auto":
+        words["batch.accumulation_steps"] = "batch.accumulation_steps=auto"
+        batch = replace(batch, accumulation_steps="auto")
+    candidate = replace(
+        config, strategy=replace(config.strategy, name=strategy, offload=offload),
+        model=replace(config.model, activation_checkpointing=checkpointing), batch=replace(batch, micro_rows=rows),
+        adapter=replace(config.adapter, name=adapter), optimizer=replace(config.optimizer, name=optimizer),
+        precision=replace(config.precision, name=precision))
+    return candidate, words
+
+
+def _evaluate(candidate, words, plan, gpu=None):
+    """The candidate's `Found`, or None where a rule refuses it."""
+    try:
+        layout = plan_layout(candidate, plan.job.architecture, gpu or plan.gpu)
+    except ConfigError:
+        return None
+    found = make_plan(candidate, layout, plan.job.architecture, gpu or plan.gpu)
+    return Found(
+        override=" ".join(words.values()), changed=tuple(words), verdict=found.verdict,
+        peak_gib=found.memory.peak_bytes / 2**30, share=found.share, peak_phase=found.memory.peak_phase,
+        tokens_per_s=found.speed.tokens_per_s if found.speed else None, strategy=layout.strategy,
+        micro_rows=layout.cut.micro_rows, accumulation_steps=layout.cut.accumulation_steps)
+
+
+def _more_gpus(config, plan):
+    """The fewest GPUs, doubling, on which the run fits with strategy and micro-batch left to be worked out."""
+    free, gpus = _freed(config), plan.layout.gpus * 2
+    while gpus <= MOST_GPUS:
+        words = {"gpus": f"gpus={gpus}"} | _freeing(config)
+        one = _evaluate(replace(free, gpus=gpus), words, plan)
+        if one is not None and one.verdict == FITS:
+            return one
+        gpus *= 2
+    return None
+
+
+def _larger_gpu(config, plan):
+    """The smallest GPU of the table on which it fits as it is."""
+    for gpu in sorted(GPUS.values(), key=lambda gpu: gpu.memory_gib):
+        if gpu.memory_gib > plan.gpu.memory_gib:
+            one = _evaluate(_freed(config), {"gpu": f"gpu={gpu.name}"} | _freeing(config), plan, gpu)
+            if one is not None and one.verdict == FITS:
+                return one
+    return None
+
+
+def _freeing(config):
+    return {key: f"{key}=auto" for key, value in (("strategy", config.strategy.name),
+                                                  ("batch.micro_rows", config.batch.micro_rows),
+                                                  ("batch.accumulation_steps", config.batch.accumulation_steps))
+            if value != "auto"}
+
+
+def _freed(config):
+    return replace(config, strategy=replace(config.strategy, name="auto"),
+                   batch=replace(config.batch, micro_rows="auto", accumulation_steps="auto"))
