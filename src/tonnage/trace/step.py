@@ -59,7 +59,7 @@ class Trace:
 
 
 def trace(config: Config, layout: Layout, say: Callable[[str], None] = lambda text: None) -> Trace:
-    """Trace the second step (the first creates the optimizer states) of `config` on `layout`.
+    """Trace a step of `config` on `layout`; not the first, which has no optimizer states yet.
 
     Every position carries a label: the most that a step of this shape can need.
 
@@ -83,10 +83,14 @@ def trace(config: Config, layout: Layout, say: Callable[[str], None] = lambda te
             stack.enter_context(part)
         book_fsdp(tracker, engine)
         batches = [full_batch(layout.cut.micro_rows, config.data.seq_tokens) for _ in range(micro_batches)]
-        for step in (1, 2):
-            say(f"step {step} of 2 on fake tensors ({time.monotonic() - started:.0f} s)")
-            tracker.start()
-            tracked_window(tracker, engine, head, batches, 1.0, 1e-4, lambda: book_fsdp(tracker, engine))
+        _make_states(engine)
+        tracker.start()
+
+        def note():
+            say(f"{tracker.phase} is through ({time.monotonic() - started:.0f} s)")
+            book_fsdp(tracker, engine)
+
+        tracked_window(tracker, engine, head, batches, 1.0, 1e-4, note)
         phases = {phase: tracker.peak(phase) for phase in PHASES}
     return Trace(phases, micro_batches, time.monotonic() - started,
                  resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20)
@@ -171,6 +175,13 @@ def _empty_like(old, device):
     local = torch.empty(old._local_tensor.shape, dtype=old.dtype, device=device)
     return DTensor.from_local(local, old.device_mesh, old.placements, run_check=False, shape=old.shape,
                               stride=old.stride())
+
+
+def _make_states(engine):
+    """Create the optimizer states by an update without gradients, which is what the first step leaves behind."""
+    for _, parameter in engine.trained():
+        parameter.grad = torch.zeros_like(parameter)
+    engine.step(0.0)
 
 
 class _Answers(TorchDispatchMode):
