@@ -22,7 +22,7 @@ from tonnage.config.compose import (
     to_schema,
 )
 from tonnage.config.schema import Config
-from tonnage.errors import EXIT_DONE, EXIT_STOPPED_RESUMABLE, ConfigError, TonnageError
+from tonnage.errors import EXIT_DONE, EXIT_STOPPED_RESUMABLE, CheckpointError, ConfigError, TonnageError
 from tonnage.runtime import runs
 from tonnage.runtime.entry import guarded, run_script
 from tonnage.runtime.logs import log_to_folder, quiet_libraries
@@ -75,6 +75,7 @@ def compose(command: CommandLine) -> Config:
     base = runs.read_config(command.run_folder)
     config = compose_config(command.overrides, base)
     if config.run.fork:
+        rules.check_fork(asdict(to_schema(base)), asdict(config))
         named = any(word.startswith("run.name=") for word in command.overrides)
         return config if named else replace(config, run=replace(config.run, name=None))
     rules.check_resume(asdict(to_schema(base)), asdict(config))
@@ -136,19 +137,27 @@ def begin(command: CommandLine, config: Config, layout: rules.Layout) -> tuple[S
     from tonnage.train.session import prepare_data
 
     require_tracker(config.tracker)
-    start_from = None
+    start_from = forked_from = None
     resumed = command.run_folder is not None and not config.run.fork
     if command.run_folder is not None and config.run.fork:
-        start_from = newest_complete(command.run_folder / "checkpoints", runs.run_id(command.run_folder))
+        forked_from = command.run_folder.resolve()
+        start_from = newest_complete(forked_from / "checkpoints", runs.run_id(forked_from))
         if start_from is None:
             raise ConfigError(f"run={command.run_folder}: has no complete checkpoint to fork from")
     if resumed and runs.read_status(command.run_folder).get("state") == "done":
         raise ConfigError(f"run={command.run_folder}: is finished; export it with launch/export.py run=..., or train on "
                           f"in a new run with run.fork=true")
     lock = runs.lock_run(command.run_folder) if resumed else None
+    if resumed:
+        before = runs.read_attempt(command.run_folder)
+        start_from, forked_from = before["start_from"], before["forked_from"]  # a fork without a checkpoint of its own
+        own = command.run_folder / "checkpoints"
+        if start_from and not Path(start_from).is_dir() and not newest_complete(own, runs.run_id(command.run_folder)):
+            raise CheckpointError(f"run={command.run_folder}: has no complete checkpoint, and {start_from}, which it was "
+                                  f"forked from, is gone; put it back, or fork anew with run.fork=true")
     model_folder = resolve_folder(config.model)
     identity = folder_identity(model_folder, config.model.allow_pickle)
-    if resumed and identity != runs.read_attempt(command.run_folder, 1)["model_identity"]:
+    if resumed and identity != before["model_identity"]:
         raise ConfigError(f"model.path={config.model.path}: the weights there are not those this run was started with; "
                           f"give the same ones by model.path= or model.revision=, or start a new run with run.fork=true")
     prepare_data(config, model_folder, progress=True)
@@ -156,16 +165,15 @@ def begin(command: CommandLine, config: Config, layout: rules.Layout) -> tuple[S
         folder = command.run_folder.resolve()
     else:
         label = f"{config.model.name}-{config.adapter.name}"
-        folder = runs.create_run(config.run.root, config.run.name, label, asdict(rules.freeze(config, layout)))
-        lock = runs.lock_run(folder)
+        folder, lock = runs.claim_run(config.run.root, config.run.name, label, asdict(rules.freeze(config, layout)))
     attempt = runs.add_attempt(folder, {
         "overrides": list(command.overrides) if resumed else [], "command": list(command.overrides),
         "model_folder": model_folder, "model_identity": identity, "start_from": str(start_from) if start_from else None,
-        "forked_from": str(command.run_folder) if start_from else None, "time": f"{runs.now():%Y-%m-%dT%H:%M:%SZ}",
+        "forked_from": str(forked_from) if forked_from else None, "time": f"{runs.now():%Y-%m-%dT%H:%M:%SZ}",
         "layout": asdict(layout)})
     runs.write_status(folder, "running", "starting", attempt=attempt, resumable=True)
     print(f"run folder: {os.path.relpath(folder)}", flush=True)
-    return Start(folder, attempt, model_folder, start_from), lock
+    return Start(folder, attempt, model_folder, Path(start_from) if start_from else None), lock
 
 
 def be_rank(command: CommandLine, config: Config, layout: rules.Layout, place) -> int:
@@ -216,7 +224,10 @@ def _settle_status(folder, code):
     """Where ranks died without a word, say so in status.json."""
     status = runs.read_status(folder)
     if status.get("state") == "failed":
-        print(f"{status['message']}\ngo on with run={os.path.relpath(folder)}", file=sys.stderr)
+        log = folder / "logs" / "rank-0.log"
+        further = (f"no step was taken (log: {log}); start again, under the same run.name if you like"
+                   if runs.untrained(folder) else f"go on with run={os.path.relpath(folder)}")
+        print(f"{status['message']}\n{further}", file=sys.stderr)
     elif code not in (EXIT_DONE, EXIT_STOPPED_RESUMABLE) and status.get("state") == "running":
         how = f"a rank was ended by signal {code - 128}" if code > 128 else f"a rank ended with exit code {code}"
         runs.write_status(folder, "failed", f"{how}; go on with run={folder}", resumable=True, exit_code=code,

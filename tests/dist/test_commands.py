@@ -117,6 +117,14 @@ def test_a_fork_starts_from_the_weights_in_a_new_folder(place, finished):
     assert yaml.safe_load((forked / "attempts" / "001.yaml").read_text())["forked_from"]
     again = run(place, f"run={forked}")
     assert again.returncode == EXIT_USER_ERROR and "is finished" in again.stderr  # a run of its own, not forked anew
+    forget_after(forked, 0)  # as if it had died before its first checkpoint: it begins with the same weights again
+    again = run(place, f"run={forked}")
+    assert again.returncode == 0 and near(weights(forked), weights(finished), 1e-3), again.stderr
+    forget_after(forked, 0)
+    checkpoints = (finished / "checkpoints").rename(finished / "away")
+    again = run(place, f"run={forked}")
+    checkpoints.rename(finished / "checkpoints")
+    assert again.returncode == EXIT_USER_ERROR and "which it was forked from, is gone" in again.stderr
 
 
 @pytest.mark.slow
@@ -245,7 +253,7 @@ def test_new_tokens_are_trained_saved_and_exported_with_an_adapter(place):
     ("data.path=empty.jsonl", "empty.jsonl"),
     ("data.path=bad.jsonl", "bad.jsonl:2"),
     ("data.path=long.jsonl", "dropped"),
-    ("model.path=/nowhere/model", "model.path=/nowhere/model: no such folder or file"),
+    ("model.path=/nowhere/model", "model.path=/nowhere/model: no such file or folder"),
     ("model.path=owner/name", "HF_TOKEN"),
     ("batch.accumulation_steps=7", "nearest that agree"),
     ("strategy=zero0 precision=bf16", "precision=bf16: not with strategy=zero0"),
@@ -263,6 +271,21 @@ def test_each_mistake_is_one_clear_error(place, change, expected):
     assert expected in done.stderr and done.stderr.startswith("error: ")
     assert "Traceback" not in done.stdout + done.stderr
     assert set((place / "outputs").glob("*")) == before  # nothing half-made is left
+
+
+@pytest.mark.parametrize("gpus", ["1", "2"])
+def test_a_start_that_failed_before_its_first_step_gives_its_name_back(place, gpus):
+    words = tiny(place, f"run.name=again{gpus}", f"gpus={gpus}", "train.max_steps=1")
+    done = run(place, *words, "adapter.targets=[gone]")
+    folder = place / "outputs" / f"again{gpus}"
+    assert done.returncode == EXIT_USER_ERROR and read_status(folder)["state"] == "failed", done.stderr
+    assert gpus == "1" or f"no step was taken (log: {folder}/logs/rank-0.log)" in done.stderr
+    done = run(place, *words, "adapter.targets=[q_proj]")
+    assert done.returncode == 0, done.stderr
+    assert read_status(folder)["state"] == "done" and (folder / "attempts" / "002.yaml").is_file()
+    assert yaml.safe_load((folder / "config.yaml").read_text())["adapter"]["targets"] == ["q_proj"]
+    done = run(place, *words, "adapter.targets=[k_proj]")
+    assert done.returncode == EXIT_USER_ERROR and "exists; go on with it" in done.stderr
 
 
 @pytest.mark.slow

@@ -1,13 +1,14 @@
 """What every engine must do besides learning the same: resume anywhere, survive NaN, discard, clip, evaluate."""
 
 import math
+from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from tiny import RaggedRows, config_for, open_tiny, whole_weights
+from tiny import RaggedRows, Recorder, config_for, open_tiny, whole_weights
 
 from tonnage.data.pack import Row
 from tonnage.train import checkpoint, loop
@@ -214,6 +215,56 @@ def test_held_out_and_training_loss_agree_on_the_same_rows(pools, tiny_folder, s
         assert held_out == pytest.approx(trained, rel=1e-5)
 
 
+def evaluate_and_stop(folder, strategy):
+    """17 rows, one a micro-batch, on two ranks: 9 turns each, the last of rank 1 empty; a stop at each of the questions."""
+    from tonnage.train import evaluate as module
+
+    rows, found = RaggedRows(17, seed=3), {}
+    s = open_tiny(config_for(strategy, "batch.micro_rows=1"), folder, rows)
+    s.eval_rows, s.metrics = rows, Recorder()
+    collate, turns = module.collate, []
+    module.collate = lambda *args: turns.append(1) or collate(*args)
+    try:
+        for stop_at in (1, 2, 3):
+            asked = []
+
+            def stop(asked=asked, stop_at=stop_at):
+                asked.append(1)
+                return len(asked) == stop_at
+
+            loss = module.evaluate(s.engine, s.head, rows, 17, 1, 0, False, dist.group.WORLD, stop)
+            found[stop_at] = (loss is None, len(turns), len(asked))
+            turns.clear()
+    finally:
+        module.collate = collate
+    # one rank is asked to stop, all of them do, and nothing is noted; training goes on as if nothing had been
+    s.stop.requested = s.rank == 1
+    s.evaluate()
+    noted = list(s.metrics.lines), s.position.best_metric
+    s.stop.requested = False
+    s.evaluate()
+    loop.train(s)
+    losses = [line["loss"] for line in s.metrics.lines if "loss" in line]
+    s.engine.close()
+    return found, noted, losses
+
+
+def train_ragged(folder, strategy):
+    s = open_tiny(config_for(strategy, "batch.micro_rows=1"), folder, RaggedRows(17, seed=3))
+    loop.train(s)
+    losses = [line["loss"] for line in s.metrics.lines]
+    s.engine.close()
+    return losses
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "fsdp"])
+def test_a_stop_request_ends_an_evaluation_within_eight_micro_batches_on_all_ranks(pools, tiny_folder, strategy):
+    expected = pools(2).run(train_ragged, tiny_folder, strategy)[0]
+    for found, noted, losses in pools(2).run(evaluate_and_stop, tiny_folder, strategy):
+        assert found == {1: (True, 0, 1), 2: (True, 8, 2), 3: (False, 9, 2)}
+        assert noted == ([], None) and losses == expected
+
+
 def train_three(folder, strategy, *overrides):
     s = open_tiny(config_for(strategy, "optimizer.learning_rate=0.01", *overrides), folder)
     loop.train(s)
@@ -320,6 +371,23 @@ def test_hsdp_on_four_ranks(pools, tiny_folder):
     for found_losses, found in pools(4).run(train_three, tiny_folder, "hsdp", "adapter=full", "batch.micro_rows=1"):
         assert found_losses == pytest.approx(losses, rel=1e-5)
         assert furthest(found, weights) < 1e-4
+
+
+def timeouts_of_groups(folder, strategy):
+    s = open_tiny(config_for(strategy, "adapter=full", "cluster.timeout_s=77"), folder)
+    # not by a parameter's device_mesh: torch keeps an equal mesh of an earlier engine of this process
+    info = s.engine.model._get_fsdp_state()._fsdp_param_groups[0].mesh_info
+    groups = [getattr(info, name) for name in ("shard_process_group", "replicate_process_group") if hasattr(info, name)]
+    found = [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups]
+    dist.group.WORLD.set_timeout(timedelta(seconds=120))  # as the pool made it
+    s.engine.close()
+    return found
+
+
+@pytest.mark.parametrize("strategy, world", [("hsdp", 4), ("fsdp", 2), ("ddp", 2)])
+def test_every_group_of_a_mesh_has_the_time_out_of_the_config(pools, tiny_folder, strategy, world):
+    for found in pools(world).run(timeouts_of_groups, tiny_folder, strategy):
+        assert set(found) == {77.0}
 
 
 @pytest.mark.parametrize("strategy", ["zero2", "zero3"])

@@ -69,6 +69,8 @@ def test_overrides_go_over_the_config_of_a_former_run():
     again = compose_config(["seed=8"], base)
     assert (again.adapter.rank, again.seed, again.strategy.extra) == (64, 8, {"aio": {"block_size": 3}})
     assert compose_config([], base) == to_schema(base)
+    older = {key: value for key, value in base.items() if key != "gpu"}  # written before the group was there
+    assert compose_config(["gpu=h100"], older).gpu.name == "h100"
 
 
 def test_accumulation_is_short_for_its_key():
@@ -173,10 +175,22 @@ def test_every_wrong_value_is_named_at_once():
     assert sorted(line.split("=")[0] for line in lines) == ["adapter.rank", "gpus", "train.epochs"]
 
 
-@pytest.mark.parametrize("word", ["foo", "data.path=a=b", "adapter.targets=[a"])
-def test_what_cannot_be_parsed_is_named(word):
+@pytest.mark.parametrize("word, shown, hint", [
+    ("", "''", ""), (" ", "' '", ""), ("=b", "=b", ""), ("+=b", "+=b", ""), ("~", "~", ""), ("foo", "foo", ""),
+    ("a b=c", "a b=c", ""),
+    ("data@x=files", "data@x=files", ""), ("adapter.targets=[a", "adapter.targets=[a", "'adapter.targets=[a, b]'"),
+    ("strategy.extra={", "strategy.extra={", "'strategy.extra={name: a}'"),
+    ("data.path=a=b", "data.path=a=b", "'data.path=\"a=b\"'"), ("data.path=it's", "data.path=it's", "'data.path=\"it's\"'"),
+    ("model.path=/ü (2)", "model.path=/ü (2)", "'model.path=\"/ü (2)\"'"), ("data.path='\"", "data.path='\"", "")])
+def test_what_cannot_be_parsed_is_named_with_the_rule_and_an_example(word, shown, hint):
     message = refusal("gpus=2", word)
-    assert message.startswith(f"{word}: cannot be read") and "key=value" in message
+    assert message.startswith(f"{shown}: cannot be read: must be key=value, as in optimizer.learning_rate=1e-4")
+    assert message.endswith(hint or "1e-4") and "expecting" not in message and "token" not in message
+
+
+def test_the_quotes_that_an_error_proposes_work():
+    config = compose_config(['data.path="/a=b"', 'model.path="/ü (2)"'])
+    assert (config.data.path, config.model.path) == ("/a=b", "/ü (2)")
 
 
 def test_a_value_that_must_be_given_is_named():

@@ -1,5 +1,6 @@
 """Rules across sections, what auto becomes on a machine, and what may change when a run goes on."""
 
+import re
 from dataclasses import asdict, replace
 from functools import lru_cache
 
@@ -7,7 +8,7 @@ import pytest
 
 from tonnage.config.batch import resolve_batch
 from tonnage.config.compose import compose_config, schema_fields
-from tonnage.config.rules import check_resume, freeze, resolve_layout
+from tonnage.config.rules import check_fork, check_resume, freeze, resolve_layout
 from tonnage.errors import ConfigError
 from tonnage.facts.models import MODELS
 
@@ -138,7 +139,8 @@ MAY_CHANGE = ["gpus=7", "device=cpu", "cpu_threads=3", "dry_run=true", "batch.mi
               "model.path=/moved", "model.attention=eager", "model.compile=true", "model.activation_checkpointing=none",
               "train.loss=plain", "train.loss_chunk_tokens=7", "train.audit=false", "train.max_nonfinite_steps=9",
               "checkpoint.every_steps=3", "checkpoint.keep=9", "cluster.timeout_s=9", "cluster.gpus_per_node=4",
-              "eval.every_steps=4", "eval.path=x", "run.fork=true", "run.name=x", "data.cache=/c", "tracker.every_steps=3"]
+              "gpu=h100", "gpu.price_usd_h=2", "eval.every_steps=4", "eval.path=x", "run.fork=true", "run.name=x",
+              "data.cache=/c", "tracker.every_steps=3"]
 MAY_NOT = ["seed=1", "batch.global_rows=64", "batch.global_tokens=999", "adapter.rank=3", "adapter=full",
            "adapter.targets=[q_proj]", "adapter.dropout=0.1", "precision=fp16", "optimizer=sgd",
            "optimizer.learning_rate=0.5", "optimizer.betas=[0.1,0.2]", "optimizer.clip_norm=null",
@@ -165,6 +167,36 @@ def test_what_is_learned_may_not_change(override):
     named, *_, last = str(error.value).splitlines()
     assert named.split("=")[0].startswith(override.split("=")[0]) and ": was " in named
     assert "run.fork=true" in last
+
+
+def fork(parent, overrides):
+    base = asdict(frozen(*parent))
+    check_fork(base, asdict(compose_config(overrides, base)))
+
+
+HELD = ["eval.holdout_fraction=0.1"]
+SETS = ["data.path=null", "data.sets=[{path: a}, {path: b}]"]
+
+
+@pytest.mark.parametrize("parent, overrides", [
+    (HELD, ["seed=1"]), (HELD, ["eval.holdout_fraction=0.2"]), (HELD, ["data.seq_tokens=99"]),
+    (HELD, ["data.train_on=all"]), ([], HELD), ([], ["seed=1", *HELD]),
+    ([*HELD, *SETS], ["data.sets=[{path: b}, {path: a}]"]),
+    ([*HELD, *SETS], ["data.sets=[{path: a, split: test}, {path: c}]"])])
+def test_a_fork_is_not_evaluated_on_what_its_parent_has_trained_on(parent, overrides):
+    with pytest.raises(ConfigError) as error:
+        fork(parent, overrides)
+    named, *_, last = str(error.value).splitlines()
+    assert re.split(r"=| \(", named)[0] in overrides[0] and ": was " in named
+    assert "held out" in last and "eval.path" in last
+
+
+@pytest.mark.parametrize("parent, overrides", [
+    (HELD, []), (HELD, ["optimizer.learning_rate=1", "data.packing=true"]), ([], ["seed=1"]),
+    (HELD, ["seed=1", "eval.holdout_fraction=0", "eval.path=x"]), (HELD, ["seed=1", "data.path=other"]),
+    ([], [*HELD, "data.path=other"]), ([*HELD, *SETS], ["data.sets=[{path: a, weight: 2}, {path: c}, {path: d}]"])])
+def test_a_fork_may_change_all_else(parent, overrides):
+    fork(parent, overrides)
 
 
 def test_every_key_that_is_refused_is_named_with_both_values():

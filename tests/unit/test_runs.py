@@ -16,6 +16,7 @@ from tonnage.runtime import runs
 from tonnage.runtime.runs import (
     REDACTED,
     add_attempt,
+    claim_run,
     create_run,
     lock_run,
     read_config,
@@ -43,6 +44,53 @@ def test_a_name_is_used_once_and_what_is_there_stays(run):
         create_run(str(run.parent), "mine", "other", {"seed": 4})
     assert "run.name=mine" in str(error.value) and f"run={run}" in str(error.value)
     assert (run / "config.yaml").read_bytes() == before
+
+
+def test_a_name_is_free_again_where_no_step_was_taken(run):
+    runs.add_attempt(run, {"n": 1})
+    (run / "logs" / "rank-0.log").write_text("why")
+    (run / "metrics.jsonl").write_text('{"step": 0, "attempt": 1, "eval_loss": 2.0}\n')
+    write_status(run, "failed", "adapter.targets", step=0)
+    before = runs.run_id(run)
+    folder, lock = claim_run(str(run.parent), "mine", "other", {"seed": 4})
+    with lock, pytest.raises(ConfigError, match="another process is running it"):
+        claim_run(str(run.parent), "mine", "other", {"seed": 5})
+    assert folder == run and read_config(run) == {"seed": 4} and runs.run_id(run) == before
+    assert (run / "logs" / "rank-0.log").read_text() == "why" and add_attempt(run, {}) == 2
+    assert not list(run.glob(".config*"))
+
+
+@pytest.mark.parametrize("trace", ["status", "metrics", "checkpoint", "half a checkpoint", "not yet started"])
+def test_a_name_is_taken_where_a_step_may_have_been_taken(run, trace):
+    write_status(run, "failed", "x", step=int(trace == "status"))
+    if trace == "metrics":  # status.json lags behind
+        (run / "metrics.jsonl").write_text('{"step": 0, "attempt": 1}\n{"step": 1, "attempt": 1}\n{"st')
+    if "checkpoint" in trace:
+        (run / "checkpoints" / ("step-00000000" if trace == "checkpoint" else ".writing-step-00000001")).mkdir()
+    if trace == "not yet started":
+        (run / "status.json").unlink()
+    with pytest.raises(ConfigError, match="run.name=mine: .* exists"):
+        claim_run(str(run.parent), "mine", "other", {"seed": 4})
+    assert read_config(run)["seed"] == 3
+
+
+def test_of_many_that_want_a_free_name_again_one_gets_it(run):
+    write_status(run, "failed", "x", step=0)
+
+    def try_it(number):
+        try:
+            return number, claim_run(str(run.parent), "mine", "label", {"number": number})[1]
+        except ConfigError:
+            return None
+    with ThreadPoolExecutor(8) as pool:
+        got = [one for one in pool.map(try_it, range(8)) if one]
+    assert len(got) == 1 and read_config(run) == {"number": got[0][0]}
+
+
+def test_a_new_run_is_held(tmp_path):
+    folder, lock = claim_run(str(tmp_path), None, "label", {})
+    with lock, pytest.raises(ConfigError):
+        lock_run(folder)
 
 
 def test_runs_without_a_name_never_share_a_folder(tmp_path, monkeypatch):

@@ -1,5 +1,6 @@
 """The mask of trained tokens: exact for every template, every answer's terminator included."""
 
+import json
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -181,6 +182,56 @@ def test_a_template_that_changes_an_answers_text_is_refused_not_guessed():
 def test_a_template_that_refuses_the_conversation():
     with pytest.raises(DataError, match=r"x.jsonl:1.*refuses a conversation of system, user.*Only user"):
         encode(toy.byte_level(toy.MISTRAL), Chat(toy.chat("a", "b")), system="ok")
+
+
+@pytest.mark.parametrize("bad, line, word", [
+    ("{% for m in messages %}\n{{ m['content'] }\n{% endfor %}", 2, "unexpected '}'"),
+    ("{% for m in messages %}\n\n{{ m['content'] | nothing }}{% endfor %}", 3, "nothing"),
+    ("\n{% for m in messages %}{{ gone.away }}{% endfor %}", 2, "'gone' is undefined"),
+    ("{% for m in messages %}\n{{ m['content'] + 1 }}{% endfor %}", 2, "TypeError"),
+    ("{{ strftime_now('%Y') }}\n{{ 1 / 0 }}", 2, "ZeroDivisionError")])
+@pytest.mark.parametrize("where", ["chat_template.jinja", "tokenizer_config.json", "data.chat_template"])
+def test_a_broken_template_is_named_and_no_record_blamed(tmp_path, bad, line, word, where):
+    folder = toy.save(toy.byte_level(toy.CHATML if where == "data.chat_template" else bad), tmp_path)
+    own = tmp_path / "chat_template.jinja"
+    options, place = {}, f"{own}: line {line}: the chat template is broken"
+    if where == "tokenizer_config.json":
+        own.unlink()
+        config = tmp_path / where
+        config.write_text(json.dumps(json.loads(config.read_text()) | {"chat_template": bad}))
+        place = f"{config}: chat_template, line {line}: the chat template is broken"
+    if where == "data.chat_template":
+        (tmp_path / "mine.jinja").write_text(bad)
+        options = {"chat_template": str(tmp_path / "mine.jinja")}
+        place = f"data.chat_template={tmp_path}/mine.jinja: line {line}: the chat template is broken"
+    with pytest.raises(ConfigError if options else ModelError) as error:
+        encode(load_tokenizer(folder), Chat(toy.chat("a", "yes")), **options)
+    assert str(error.value).startswith(place) and word in str(error.value) and "x.jsonl" not in str(error.value)
+    assert "data.chat_template" in str(error.value)
+
+
+def test_a_template_that_is_no_jinja_is_told_before_any_record_and_another_may_take_its_place(tmp_path):
+    tokenizer = load_tokenizer(toy.save(toy.byte_level("{% for"), tmp_path / "model"))
+    with pytest.raises(ModelError, match="chat_template.jinja: line 1"):
+        Encoder(tokenizer)
+    (tmp_path / "good.jinja").write_text(toy.CHATML)
+    encode(tokenizer, Chat(toy.chat("a", "yes")), chat_template=str(tmp_path / "good.jinja"))
+
+
+def test_a_template_that_fails_on_some_records_only_blames_them_and_data_without_chats_do_not_need_it():
+    picky = toy.byte_level("{% if messages | length > 2 %}{{ messages[9]['role'] + 1 }}{% endif %}" + toy.CHATML)
+    encode(picky, Chat(toy.chat("a", "yes")))
+    with pytest.raises(DataError, match=r"^x.jsonl:1: the chat template refuses a conversation of user, assistant, user"):
+        encode(picky, Chat(toy.chat("a", "yes", "b", "no")))
+    encode(toy.byte_level("{{ gone.away }}", eos="</s>"), Text("the cat"))
+
+
+def test_several_templates_without_a_default_are_named(tmp_path):
+    tokenizer = toy.byte_level()
+    tokenizer = load_tokenizer(toy.save(tokenizer, tmp_path))
+    tokenizer.chat_template = {"rag": toy.CHATML, "tool_use": toy.CHATML}
+    with pytest.raises(ModelError, match=f"{tmp_path}: brings the chat templates rag, tool_use and none named default"):
+        Encoder(tokenizer)
 
 
 def test_one_bos_with_auto_bos_and_a_template_that_renders_it():

@@ -8,6 +8,8 @@ Precedence: defaults < recipe < command line.
 import dataclasses
 import difflib
 import itertools
+import os
+import re
 import types
 import typing
 from dataclasses import dataclass
@@ -16,6 +18,7 @@ from typing import Any
 
 import yaml
 from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
@@ -24,11 +27,17 @@ from pydantic import TypeAdapter, ValidationError
 
 from tonnage.config.schema import Config, DataSet
 from tonnage.errors import ConfigError
+from tonnage.facts.gpus import GPUS
 
 ROOT = Path(__file__).resolve().parents[3]
 CONF = ROOT / "conf"
 RECIPES = ROOT / "recipes"
 ALIASES = {"accumulation": "batch.accumulation_steps"}
+# groups whose choices are a table of facts: a YAML file each would say its own name and no more
+TABLES = {"gpu": ("auto", "other", *GPUS)}
+for _group, _choices in TABLES.items():
+    for _choice in _choices:
+        ConfigStore.instance().store(group=_group, name=_choice, node={"name": _choice})
 
 
 @dataclass(frozen=True)
@@ -65,9 +74,10 @@ def parse_command_line(argv: list[str]) -> CommandLine:
 
 
 def groups() -> dict[str, list[str]]:
-    """Config groups of conf/ and their choices."""
-    return {folder.name: sorted(file.stem for file in folder.glob("*.yaml"))
-            for folder in sorted(CONF.iterdir()) if folder.is_dir() and folder.name != "tables"}
+    """Config groups, of conf/ and of `TABLES`, and their choices."""
+    folders = {folder.name: sorted(file.stem for file in folder.glob("*.yaml"))
+               for folder in CONF.iterdir() if folder.is_dir() and folder.name != "tables"}
+    return dict(sorted((folders | {group: list(choices) for group, choices in TABLES.items()}).items()))
 
 
 def recipes() -> list[str]:
@@ -99,7 +109,7 @@ def compose_mapping(overrides: typing.Iterable[str], base: dict | None = None) -
         OmegaConf.set_struct(config, False)
         for group in choices:
             # what the preset does not state stays: over a former run's config that is the run's own
-            config[group] = OmegaConf.merge(config[group], composed[group])
+            config[group] = OmegaConf.merge(config.get(group, {}), composed[group])
         for key, value in recipe_values:
             group, _, rest = key.partition(".")
             # what a preset chosen on the command line states goes over what the recipe says
@@ -117,7 +127,8 @@ def compose_mapping(overrides: typing.Iterable[str], base: dict | None = None) -
 def with_absolute_paths(config: Config) -> Config:
     """`config` with local paths made absolute, so that a run goes on from any working directory.
 
-    A relative path is looked for here, then in the repository (the data and recipes it ships).
+    A relative path is looked for here, then in the repository (the data and recipes it ships). `~` is the home folder:
+    no shell replaces it behind `key=`.
     """
     replace = dataclasses.replace
     data = replace(config.data, path=_absolute(config.data.path), chat_template=_absolute(config.data.chat_template),
@@ -127,8 +138,9 @@ def with_absolute_paths(config: Config) -> Config:
 
 
 def _absolute(path):
+    path = path and os.path.expanduser(path)
     for place in (Path.cwd(), ROOT):
-        if path and (place / path).exists():
+        if path and os.path.exists(place / path):
             return str((place / path).resolve())
     return path
 
@@ -205,11 +217,31 @@ def _parse(overrides):
     parser, parsed = OverridesParser.create(), []
     for word in overrides:
         try:
-            parsed.append(parser.parse_override(word))
+            override = parser.parse_override(word)
         except HydraException as error:
-            raise ConfigError(f"{word}: cannot be read ({_first_line(error)}); the form is key=value, a value with "
-                              f"special characters goes in quotes: 'key=\"value\"'") from error
+            raise ConfigError(_not_readable(parser, word)) from error
+        if not override.key_or_group or override.package is not None:  # Hydra's key@package=value has no use here
+            raise ConfigError(_not_readable(parser, word))
+        parsed.append(override)
     return parsed
+
+
+def _not_readable(parser, word):
+    """What to write instead of `word`; the parser's own words are about its grammar and help nobody."""
+    key, equals, value = word.partition("=")
+    rule = f"{word if word.strip() else repr(word)}: cannot be read: must be key=value, as in optimizer.learning_rate=1e-4"
+    if not equals or not re.fullmatch(r"[\w./+~]*\w", key):
+        return rule
+    if value.startswith("["):
+        return f"{rule}; a list is '{key}=[a, b]'"
+    if value.startswith("{"):
+        return f"{rule}; a mapping is '{key}={{name: a}}'"
+    quoted = f'{key}="{value}"'
+    try:
+        parser.parse_override(quoted)
+    except HydraException:
+        return rule
+    return f"{rule}; a value with special characters goes in quotes: '{quoted}'"
 
 
 def _choices_and_values(items):

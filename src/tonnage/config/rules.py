@@ -1,10 +1,10 @@
 """Rules across sections, and what `auto` stands for once the machine is known."""
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 from tonnage.config.batch import BatchCut, resolve_batch
-from tonnage.config.schema import Config
+from tonnage.config.schema import Config, DataSet
 from tonnage.errors import ConfigError
 from tonnage.facts.capabilities import CAPABILITIES, violations
 from tonnage.facts.models import MODELS
@@ -13,7 +13,7 @@ from tonnage.facts.models import MODELS
 CHANGEABLE = ("gpus", "device", "cpu_threads", "dry_run", "batch.micro_rows", "batch.accumulation_steps", "strategy.",
               "model.path", "model.attention", "model.compile", "model.activation_checkpointing", "train.loss",
               "train.loss_chunk_tokens", "train.audit", "train.max_nonfinite_steps", "checkpoint.", "tracker.",
-              "cluster.", "eval.", "run.", "data.cache")
+              "cluster.", "gpu.", "eval.", "run.", "data.cache")
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,8 @@ def _broken_rules(config, gpus, per_node, device, strategy):
         (config.data.path is not None and bool(config.data.sets), "data.path: not together with data.sets; give one"),
         (not config.data.path and not config.data.sets,
          "data.path: must be given for data=files: a file, a folder or a hub id"),
+        (config.gpu.name == "other" and config.gpu.memory_gib is None,
+         "gpu.memory_gib: must be given for gpu=other: what torch sees of its memory, in GiB"),
         (not config.adapter.targets, "adapter.targets=[]: names nothing to adapt; use adapter.targets=[all-linear]"),
         (len(set(config.model.new_tokens)) < len(config.model.new_tokens) or "" in config.model.new_tokens,
          f"model.new_tokens={config.model.new_tokens}: must be different and not empty"),
@@ -141,6 +143,35 @@ def check_resume(old: dict, new: dict) -> None:
         lines = [f"{key}={after[key]}: was {before.get(key)}" for key in changed]
         raise ConfigError("\n".join(lines) + "\nthese decide what is learned and cannot change when a run goes on; "
                           "run.fork=true starts a new run from its weights")
+
+
+def check_fork(parent: dict, new: dict) -> None:
+    """Compare a fork's config with that of the run whose weights it begins with (nested dicts).
+
+    Raises:
+        ConfigError: a change would hold out other samples of the same data, some of which the parent has trained on.
+    """
+    before, after = _split(parent), _split(new)
+    shared = {key: value for key, value in after.items() if key in before}
+    if not new["eval"]["holdout_fraction"] or not any(key.startswith("data.sets") for key in shared):
+        return
+    changed = [f"{key}={value}: was {before[key]}" for key, value in shared.items() if value != before[key]]
+    if changed:
+        raise ConfigError("\n".join(changed) + "\nthese decide which samples are held out, and the run that is forked has "
+                          "trained on the others; leave them as they were, or set eval.holdout_fraction=0 and name "
+                          "held-out data by eval.path")
+
+
+def _split(config):
+    """What decides which samples are held out: the seed, and a sample's number among those of its set that are kept."""
+    data = config["data"]
+    sets, places = data["sets"] or [{"path": data["path"], "format": data["format"]}], {}
+    for number, one in enumerate(sets):
+        place = asdict(replace(DataSet(**one), weight=1.0)) | {"set": number}
+        places.setdefault(f"data.sets ({place.pop('path')})", []).append(place)
+    kept = ("seq_tokens", "truncate", "train_on", "system", "chat_template", "on_bad")
+    return {"seed": config["seed"], "eval.holdout_fraction": config["eval"]["holdout_fraction"],
+            **{f"data.{key}": data[key] for key in kept}, **places}
 
 
 def _leaves(mapping, prefix=""):

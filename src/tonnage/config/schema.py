@@ -10,6 +10,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
+from tonnage.facts.gpus import GPUS
+
 
 def _no_switch(value):
     """pydantic takes true for 1: `checkpoint.every_steps=true` would save after each step."""
@@ -196,8 +198,17 @@ class Tracker:
 
 
 @section
+class Gpu:
+    name: Literal[("auto", "other", *GPUS)] = key("auto", "the GPU that is planned for; auto is the one found here")
+    memory_gib: Positive | None = key(None, "its memory as torch sees it; None takes the table's, other needs it")
+    price_usd_h: NonNegative | None = key(None, "what one costs an hour; None takes the table's range")
+
+
+@section
 class Cluster:
     gpus_per_node: Count | Auto = key("auto", "GPUs of one node; auto is what this machine shows")
+    network_gb_s: Positive | Auto = key("auto", "one way between nodes, GB/s for each GPU; auto is 50: one 400 Gb/s "
+                                                "InfiniBand port a GPU, as in an NVIDIA DGX H100")
     timeout_s: Positive = key(1800.0, "a collective that takes longer ends the run")
 
 
@@ -223,4 +234,5 @@ class Config:
     train: Train = field(default_factory=Train)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     tracker: Tracker = field(default_factory=Tracker)
+    gpu: Gpu = field(default_factory=Gpu)
     cluster: Cluster = field(default_factory=Cluster)

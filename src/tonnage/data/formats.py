@@ -8,6 +8,7 @@ import codecs
 import csv
 import io
 import json
+import os
 import re
 import sys
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from typing import Any, NamedTuple
 
 from tonnage.config.schema import DataSet
 from tonnage.errors import ConfigError, DataError
+from tonnage.runtime.paths import may_be_hub_id, missing
 
 EXTENSIONS = (".jsonl", ".ndjson", ".json", ".parquet", ".csv", ".tsv")
 ROLES = {"system": "system", "user": "user", "human": "user", "assistant": "assistant", "gpt": "assistant",
@@ -95,7 +97,7 @@ class Source:
         if path.is_dir() and (folder := _saved_folder(path, data_set.split)):
             self._files = sorted(folder.glob("*.arrow"))
             self._table = _load_saved(folder)
-        elif path.exists():
+        elif os.path.exists(path):
             self._files = _split_files(path, data_set) if path.is_dir() else [path]
             _check_files(self._files, path)
         else:
@@ -392,11 +394,27 @@ def _load_saved(folder: Path) -> Any:
         raise DataError(f"{folder}: cannot be read as a saved data set: {_first_line(error)}; save it again") from None
 
 
+def check_path(data_set: DataSet) -> None:
+    """What `Source` refuses, as far as this disk can tell: nothing is fetched.
+
+    Raises:
+        DataError: as `Source`.
+    """
+    if os.path.exists(Path(data_set.path).expanduser()):
+        Source(data_set)
+    else:
+        _require_hub_id(data_set.path)
+
+
+def _require_hub_id(path: str) -> None:
+    if not may_be_hub_id(path) or Path(path).suffix in EXTENSIONS:
+        raise DataError(f"{path or '(nothing)'}: {missing(path)}; check data.path (a file, a folder or a hub id such as "
+                        "org/name)")
+
+
 def _load_hub(data_set: DataSet, streaming: bool) -> Any:
     path = data_set.path
-    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", path) or path.startswith(".") or Path(path).suffix in EXTENSIONS:
-        raise DataError(f"{path or '(nothing)'}: no such file or folder; check data.path (a file, a folder or a hub id "
-                        "such as org/name)")
+    _require_hub_id(path)
     import datasets
 
     try:

@@ -9,14 +9,16 @@ Positions are characters; `plain` ones count in the text that is tokenised, `mar
 
 import datetime
 import re
+import traceback
 from os.path import commonprefix
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from jinja2 import TemplateError, TemplateSyntaxError
 
 from tonnage.data.formats import Chat, Record, Text
-from tonnage.errors import ConfigError, DataError, ModelError
+from tonnage.errors import ConfigError, DataError, ModelError, TonnageError
 
 # Unicode's noncharacters: valid in a string, meant for internal use, in no text.
 NONCHARACTERS = [chr(code) for code in range(0xFDD0, 0xFDF0)]
@@ -76,7 +78,8 @@ class Encoder:
     """Renders records and tokenises them; `notes` are remarks for the user, each given once.
 
     Raises:
-        ConfigError: data.chat_template is not a readable file.
+        ConfigError: data.chat_template is not a readable file, or no Jinja.
+        ModelError: the tokenizer's own template is no Jinja.
     """
 
     def __init__(self, tokenizer: Any, *, chat_template: str | None = None, system: str | None = None,
@@ -86,6 +89,10 @@ class Encoder:
         self._template = read_template(chat_template) if chat_template else _own_template(tokenizer)
         if self._template and "strftime_now" in self._template:
             self._template = _fix_date(self._template)
+        # what fails on any chat is the template's fault, not a record's; data without chats do not need it
+        self._fault = _template_fault(tokenizer, self._template, chat_template) if self._template else None
+        if self._fault and isinstance(self._fault.__cause__, TemplateSyntaxError):
+            raise self._fault
         stops = [token.content for token in tokenizer.added_tokens_decoder.values() if token.content.strip()]
         self._special = re.compile("|".join(map(re.escape, sorted(stops, key=len, reverse=True))) or r"(?!)")
         bare = tokenizer("a", add_special_tokens=False)["input_ids"]
@@ -98,6 +105,7 @@ class Encoder:
 
         Raises:
             ConfigError: a chat, but neither the tokenizer nor data.chat_template brings a template.
+            ConfigError, ModelError: the template fails on every chat.
             DataError: the template refuses this chat, or its answers cannot be found exactly.
         """
         if isinstance(record, Chat):
@@ -160,6 +168,8 @@ class Encoder:
         if not self._template:
             raise ConfigError("data.chat_template=None: the data are chats and the model's tokenizer has no chat "
                               "template; name a Jinja file, or use completion or text data")
+        if self._fault:
+            raise self._fault
         messages = chat.messages
         context = chat.num_context
         if self._system is not None and messages[0]["role"] != "system":
@@ -171,12 +181,10 @@ class Encoder:
         return _Turns(self, messages, context, text, origin).rendered()
 
     def _apply(self, messages: list[dict[str, str]], origin: str, *, prompt: bool = False) -> str:
-        from jinja2 import TemplateError
-
         try:
             return self.tokenizer.apply_chat_template(messages, chat_template=self._template, tokenize=False,
                                                       add_generation_prompt=prompt)
-        except (TemplateError, TypeError) as error:
+        except Exception as error:  # noqa: BLE001 - whatever the template's code runs into
             roles = ", ".join(message["role"] for message in messages)
             raise DataError(f"{origin}: the chat template refuses a conversation of {roles}: {error}; change the "
                             "record, or set another data.chat_template") from None
@@ -390,7 +398,39 @@ def read_template(path: str) -> str:
 
 
 def _own_template(tokenizer: Any) -> str | None:
-    return tokenizer.get_chat_template() if tokenizer.chat_template else None
+    try:
+        return tokenizer.get_chat_template() if tokenizer.chat_template else None
+    except ValueError:  # several, none of them the default
+        names = ", ".join(sorted(tokenizer.chat_template))
+        raise ModelError(f"{tokenizer.name_or_path}: brings the chat templates {names} and none named default; name "
+                         "a Jinja file by data.chat_template") from None
+
+
+def _template_fault(tokenizer: Any, template: str, file: str | None) -> TonnageError | None:
+    """What is wrong with a template that cannot be read or fails on the plainest chat; its cause is Jinja's error."""
+    plain = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    try:
+        tokenizer.apply_chat_template(plain, chat_template=template, tokenize=False)
+    except Exception as error:  # noqa: BLE001 - whatever the template's code runs into
+        if type(error) is TemplateError:  # its raise_exception: it may want a system message, or other roles
+            return None
+        fault = _broken_template(tokenizer, file, error)
+        fault.__cause__ = error
+        return fault
+    return None
+
+
+def _broken_template(tokenizer: Any, file: str | None, error: Exception) -> TonnageError:
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == "<template>"]
+    line = error.lineno if isinstance(error, TemplateSyntaxError) else lines[-1] if lines else 1
+    reason = f"the chat template is broken ({type(error).__name__}: {error})"
+    if file:
+        return ConfigError(f"data.chat_template={file}: line {line}: {reason}; mend it, or name another Jinja file, or "
+                           "null for the tokenizer's own template")
+    folder = Path(tokenizer.name_or_path)
+    own = folder / "chat_template.jinja"
+    place = f"{own}: line {line}" if own.is_file() else f"{folder / 'tokenizer_config.json'}: chat_template, line {line}"
+    return ModelError(f"{place}: {reason}; mend it, or name another Jinja file by data.chat_template")
 
 
 def _fix_date(template: str) -> str:

@@ -5,6 +5,7 @@ weights left alone. Source: https://docs.pytorch.org/docs/2.13/distributed.fsdp.
 """
 
 from collections.abc import Iterator
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -26,12 +27,14 @@ class FsdpEngine:
 
     Args:
         shard_gpus: ranks that share one copy of the weights; the others hold replicas.
+        timeout_s: a collective of the engine that takes longer ends the run.
     """
 
     def __init__(self, *, shard_gpus: int, precision: str, offload: bool, reshard_after_forward: bool,
-                 clip_norm: float | None, compile_layers: bool, device: torch.device):
+                 clip_norm: float | None, compile_layers: bool, timeout_s: float, device: torch.device):
         self.shard_gpus, self.precision, self.offload, self.device = shard_gpus, precision, offload, device
         self.reshard_after_forward, self.clip_norm, self.compile_layers = reshard_after_forward, clip_norm, compile_layers
+        self.timeout = timedelta(seconds=timeout_s)
         self.replicas = dist.get_world_size() // shard_gpus
         self.loss_scale = INITIAL_LOSS_SCALE if precision == "fp16" else 1.0
         self.finite_steps = 0
@@ -55,10 +58,16 @@ class FsdpEngine:
         self.optimizer = parts.optimizer(model)
 
     def _shard(self, model):
-        """fully_shard each decoder layer, an untied embedding, then the rest."""
+        """fully_shard each decoder layer, embedding and head where they are two, then the rest.
+
+        The root stays gathered from forward to the end of backward, so it should hold little. The head is used at the
+        end of forward and at the beginning of backward: it stays gathered in between.
+        """
         mesh = (init_device_mesh(self.device.type, (self.shard_gpus,)) if self.replicas == 1 else
                 init_device_mesh(self.device.type, (self.replicas, self.shard_gpus),
                                  mesh_dim_names=("replicate", "shard")))
+        for dim in range(mesh.ndim):  # groups that a mesh makes take torch's default, not that of the group of all
+            mesh.get_group(dim).set_timeout(self.timeout)
         options = {"mesh": mesh}
         if self.precision != "fp32":
             options["mp_policy"] = MixedPrecisionPolicy(param_dtype=DTYPES[self.precision], reduce_dtype=torch.float32)
@@ -76,6 +85,7 @@ class FsdpEngine:
         embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
         if head is not None and embedding.weight is not head.weight:
             fully_shard(embedding, reshard_after_forward=self.reshard_after_forward, **options)
+            fully_shard(head, reshard_after_forward=False, **options)
         fully_shard(model, **options)
 
     def forward(self, **inputs) -> Any:

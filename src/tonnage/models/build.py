@@ -4,8 +4,12 @@ Building and loading are apart because engines differ in between: FSDP shards th
 while it is built (https://deepspeed.readthedocs.io/en/latest/zero3.html#constructing-massive-models).
 """
 
+import copy
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from unittest import mock
 
 import torch
 from torch import nn
@@ -52,7 +56,11 @@ def build_model(folder: str, model: Model, adapter: Adapter, attention: str, fro
 
 
 def read_config(folder: str, trust_remote_code: bool = False):
-    """transformers' configuration object of `folder`."""
+    """transformers' configuration object of `folder`.
+
+    Raises:
+        ModelError: one that cannot be used, or of a model that does not predict the next token.
+    """
     from transformers import AutoConfig
 
     try:
@@ -60,9 +68,23 @@ def read_config(folder: str, trust_remote_code: bool = False):
     except Exception as error:  # json, transformers' own types and those of its validators
         reason = str(error).strip().splitlines()[0]
         raise ModelError(f"model.path={folder}: its config.json cannot be used: {reason}") from error
+    _require_causal(folder, config, trust_remote_code)
     if config.get_text_config().__dict__.get("num_experts") or config.get_text_config().__dict__.get("n_routed_experts"):
         config._experts_implementation = "grouped_mm"
     return config
+
+
+def _require_causal(folder, config, trust_remote_code):
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING
+
+    if trust_remote_code and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {}):
+        return
+    # BERT and its kin have a head for the next token too, but see that token unless their config makes them decoders
+    kind, sees_ahead = type(config), not (getattr(config, "is_decoder", False) or getattr(config, "causal", False))
+    if (kind not in MODEL_FOR_CAUSAL_LM_MAPPING or (kind in MODEL_FOR_MASKED_LM_MAPPING and sees_ahead)
+            or getattr(config, "is_encoder_decoder", False)):
+        raise ModelError(f"model.path={folder}: model_type {config.model_type} is no causal language model; only models "
+                         f"that predict the next token can be trained (docs/models.md): name the folder of one")
 
 
 def add_adapter(model: nn.Module, adapter: Adapter, trains_embeddings: bool, dtype: torch.dtype) -> nn.Module:
@@ -77,11 +99,36 @@ def add_adapter(model: nn.Module, adapter: Adapter, trains_embeddings: bool, dty
         r=adapter.rank, lora_alpha=adapter.alpha, lora_dropout=adapter.dropout, bias="none", task_type="CAUSAL_LM",
         use_dora=adapter.name == "dora", use_rslora=adapter.name == "rslora",
         target_modules=adapter_targets(model, adapter.targets), modules_to_save=saved, ensure_weight_tying=bool(saved))
-    wrapped = get_peft_model(model, peft_config, autocast_adapter_dtype=False)
+    with exact_targets():
+        wrapped = get_peft_model(model, peft_config, autocast_adapter_dtype=False)
     for parameter in wrapped.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(dtype)
     return wrapped
+
+
+@contextmanager
+def exact_targets() -> Iterator[None]:
+    """Within, peft adapts the modules it is told to.
+
+    peft 0.21 reads the gate_proj, up_proj and down_proj of a mixture of experts as names of routed experts, whatever module
+    they are in, and so passes over dense layers and shared experts. Source:
+    https://github.com/huggingface/peft/blob/v0.21.2/src/peft/utils/transformers_weight_conversion.py
+    """
+    from peft.utils import transformers_weight_conversion as conversion
+
+    with mock.patch.object(conversion, "convert_peft_config_for_transformers", lambda *_, **__: None):
+        yield
+
+
+def misread_by_peft(model: nn.Module) -> bool:
+    """Whether peft by itself would put this adapter's matrices elsewhere; see `exact_targets`."""
+    from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+
+    stated = model.peft_config["default"]
+    read = copy.deepcopy(stated)
+    convert_peft_config_for_transformers(read, model=model.get_base_model(), conversions=None)
+    return set(read.target_modules) != set(stated.target_modules)
 
 
 def decoder_layers(model: nn.Module) -> nn.ModuleList:

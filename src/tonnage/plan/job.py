@@ -41,6 +41,7 @@ class Job:
     attention: str
     loss: str
     loss_chunk_tokens: int
+    packing: bool = False
     compile: bool = False
 
     @property
@@ -98,7 +99,8 @@ def job_of(config: Config, layout: Layout, architecture: Architecture) -> Job:
         optimizer=config.optimizer.name, seq_tokens=config.data.seq_tokens, micro_rows=cut.micro_rows,
         accumulation_steps=cut.accumulation_steps or 1, checkpointing=config.model.activation_checkpointing,
         attention=attention, loss="plain" if config.train.loss == "plain" else "chunked",
-        loss_chunk_tokens=config.train.loss_chunk_tokens, compile=config.model.compile)
+        loss_chunk_tokens=config.train.loss_chunk_tokens,
+        packing=config.data.packing, compile=config.model.compile)
 
 
 def _shard_gpus(config, layout):

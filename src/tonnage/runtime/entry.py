@@ -84,7 +84,7 @@ def read_options(argv: list[str], defaults: dict, choices: dict[str, tuple[str, 
         name, separator, value = word.partition("=")
         if not separator or name not in defaults:
             near = difflib.get_close_matches(name, defaults, n=1)
-            raise ConfigError(f"{word}: no such key" + (f"; did you mean {near[0]}=?" if near else
+            raise ConfigError(f"{word or repr(word)}: no such key" + (f"; did you mean {near[0]}=?" if near else
                                                         f"; there are {', '.join(defaults)}, as key=value"))
         if value not in choices.get(name, (value,)):
             raise ConfigError(f"{word}: must be {' or '.join(choices[name])}")

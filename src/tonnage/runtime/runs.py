@@ -1,6 +1,6 @@
 """The run folder: one per run, whatever the number of ranks, and the single place that says what happened.
 
-    config.yaml      written once, never changed
+    config.yaml      written once, never changed after the first step
     run-id           what its checkpoints carry
     attempts/NNN.yaml  one per start: what was changed, where it ran, how the batch was cut
     status.json      running, stopped, failed or done; the step; what to do next
@@ -16,6 +16,7 @@ import re
 import secrets
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import IO
 
 import yaml
 
@@ -47,6 +48,39 @@ def create_run(root: str, name: str | None, label: str, config: dict) -> Path:
     _write_new(folder / "run-id", secrets.token_hex(8) + "\n")
     _write_new(folder / "config.yaml", yaml.safe_dump(redacted(config), sort_keys=False))
     return folder.resolve()
+
+
+def claim_run(root: str, name: str | None, label: str, config: dict) -> tuple[Path, IO]:
+    """A run folder and its lock: a new one, or that of `name` again where no step was ever taken.
+
+    Such a folder keeps its attempts, logs and id; config.yaml becomes what this start asks for.
+
+    Raises:
+        ConfigError: a run of that name has been trained, or another process holds it.
+    """
+    folder = Path(root) / (name or "")
+    if name is None or not untrained(folder):
+        folder = create_run(root, name, label, config)
+        return folder, lock_run(folder)
+    lock = lock_run(folder)
+    if not untrained(folder):  # it was, until another process that held it had ended
+        lock.close()
+        folder = create_run(root, name, label, config)  # says that it exists
+    temporary = folder / f".config.{os.getpid()}"
+    _write_new(temporary, yaml.safe_dump(redacted(config), sort_keys=False))
+    temporary.replace(folder / "config.yaml")
+    return folder.resolve(), lock
+
+
+def untrained(folder: Path) -> bool:
+    """Whether a run was started there and ended, however it ended, before its first step: nothing can be lost."""
+    if not (folder / "config.yaml").is_file() or not (folder / "status.json").is_file():
+        return False
+    if read_status(folder).get("step") or any((folder / "checkpoints").glob("*")):
+        return False
+    # status.json is written once a second at most, metrics.jsonl at each step
+    metrics = folder / "metrics.jsonl"
+    return not (metrics.is_file() and re.search(r'^\{"step": [1-9]', metrics.read_text(), re.MULTILINE))
 
 
 def run_id(folder: Path) -> str:

@@ -1,4 +1,4 @@
-"""What a run would be: printed from the config alone, without weights, GPUs or network."""
+"""What a run would be: printed from the config alone, without GPUs or network; paths on this disk are looked at."""
 
 import json
 from collections.abc import Sequence
@@ -13,11 +13,16 @@ from tonnage.errors import DataError
 from tonnage.facts.capabilities import CAPABILITIES
 from tonnage.facts.models import MODELS
 from tonnage.report.console import table
-from tonnage.train.session import data_sets
+from tonnage.train.session import check_paths, data_sets
 
 
 def print_dry_run(config: Config, layout: Layout, overrides: Sequence[str]) -> None:
-    """World, cut of a window, steps, engine settings, and the command that runs it."""
+    """World, cut of a window, steps, engine settings, and the command that runs it.
+
+    Raises:
+        ModelError, DataError, ConfigError: a path that the run would refuse.
+    """
+    check_paths(config)
     cut = layout.cut
     nodes = layout.gpus // layout.gpus_per_node
     share = None if cut.global_rows is None else -(-cut.global_rows // layout.gpus)

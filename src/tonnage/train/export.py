@@ -65,6 +65,9 @@ def export_run(run_folder: Path, kind: str = "auto", which: str = "newest", dtyp
     ids = _probe_tokens(tokenizer)
     # the adapter was trained on the base in the run's precision; merging adds in fp32 and rounds once
     model = _trained_model(config, base_folder, path, "fp32" if kind == "merged" else config.precision.name)
+    if kind == "adapter" and build.misread_by_peft(model):
+        raise ConfigError("kind=adapter: peft 0.21 would take this adapter's gate_proj, up_proj and down_proj for routed "
+                          "experts when it is loaded; use kind=merged")
     expected = _logits(model, ids)
     moved = None
     if kind == "merged" and dtype != "fp32" and not full:

@@ -14,6 +14,8 @@ import torch.nn.functional as F
 from tonnage.data.collate import MicroBatch
 from tonnage.errors import ConfigError
 
+VOCAB_BLOCK = 16384
+
 
 class ChunkedLinearCrossEntropy(torch.autograd.Function):
     """Sum over N of cross_entropy(hidden W^T + b, target), with gradients formed in forward chunk by chunk."""
@@ -29,10 +31,13 @@ class ChunkedLinearCrossEntropy(torch.autograd.Function):
             rows = slice(start, start + chunk_tokens)
             hidden_CD, targets_C = hidden_ND[rows], targets_N[rows]
             logits_CV = F.linear(hidden_CD, weight_VD, bias_V).float()
-            log_norm_C = torch.logsumexp(logits_CV, dim=-1)
-            loss += (log_norm_C - logits_CV.gather(1, targets_C[:, None])[:, 0]).sum()
-            # d loss / d logits = softmax - onehot, in place of the logits
-            grad_CV = logits_CV.sub_(log_norm_C[:, None]).exp_()
+            target_C = logits_CV.gather(1, targets_C[:, None])[:, 0]
+            most_C = logits_CV.amax(dim=-1)
+            # d loss / d logits = softmax - onehot; the softmax is made in place of the logits, so that one copy is held
+            grad_CV = logits_CV.sub_(most_C[:, None]).exp_()
+            sum_C = grad_CV.sum(dim=-1)
+            loss += (sum_C.log() + most_C - target_C).sum()
+            grad_CV.div_(sum_C[:, None])
             grad_CV.scatter_add_(1, targets_C[:, None], -torch.ones_like(grad_CV[:, :1]))
             if needs_bias:
                 grad_bias_V += grad_CV.sum(0)
@@ -40,15 +45,19 @@ class ChunkedLinearCrossEntropy(torch.autograd.Function):
             if needs_hidden:
                 grad_hidden_ND[rows] = grad_CV @ weight_VD
             if needs_weight:
-                grad_weight_VD += grad_CV.T @ hidden_CD
+                for block in range(0, len(weight_VD), VOCAB_BLOCK):  # the product of all would be as large as the head
+                    words = slice(block, block + VOCAB_BLOCK)
+                    grad_weight_VD[words] += grad_CV[:, words].T @ hidden_CD
+            del logits_CV, grad_CV  # or they are held while the next chunk is made
         ctx.grads = (grad_hidden_ND, grad_weight_VD, grad_bias_V)
         ctx.dtypes = (hidden_ND.dtype, weight_VD.dtype, None if bias_V is None else bias_V.dtype)
         return loss
 
     @staticmethod
     def backward(ctx, grad_loss):
-        scaled = [None if grad is None else (grad * grad_loss).to(dtype)
-                  for grad, dtype in zip(ctx.grads, ctx.dtypes, strict=True)]
+        grads, ctx.grads = ctx.grads, None  # scaled in place, one after the other: a head's gradient is large
+        scaled = [None if grad is None else grad.mul_(grad_loss).to(dtype)
+                  for grad, dtype in zip(grads, ctx.dtypes, strict=True)]
         return *scaled, None, None
 
 
@@ -110,7 +119,7 @@ def plain_head(model):
 
 def chunk_obstacle(model, head) -> str | None:
     """Why the chunked loss cannot be used with this head, or None."""
-    if type(head) is not torch.nn.Linear:
+    if getattr(type(head), "forward", None) is not torch.nn.Linear.forward:  # FSDP makes a subclass of what it shards
         return f"the head is a {type(head).__name__}, not a plain linear layer"
     config = model.config.get_text_config()
     for name in ("final_logit_softcapping", "logits_scaling", "logit_scale", "lm_head_multiplier"):

@@ -4,6 +4,7 @@ import importlib.util
 import math
 import signal
 import time
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from tonnage.config.batch import BatchCut, resolve_batch
 from tonnage.config.rules import shard_gpus
 from tonnage.config.schema import Config, DataSet
+from tonnage.data.formats import check_path as check_data_path
 from tonnage.data.prepare import Rows, prepare, prepare_split
 from tonnage.data.stream import StreamRows
 from tonnage.data.template import load_tokenizer, read_template
@@ -21,6 +23,7 @@ from tonnage.engines.base import Engine, Parts
 from tonnage.errors import CheckpointError, DataError
 from tonnage.facts.capabilities import CAPABILITIES
 from tonnage.models import build, load
+from tonnage.models.folder import check_path as check_model_path
 from tonnage.report.console import StepProgress
 from tonnage.report.metrics import Metrics
 from tonnage.runtime import runs
@@ -147,17 +150,43 @@ def prepare_data(config: Config, folder: str, progress: bool) -> tuple[Rows | No
     options = {"seq_tokens": config.data.seq_tokens, "progress": progress}
     held_out = None
     if config.eval.path:
-        one = DataSet(path=config.eval.path, format=config.eval.format, split=config.eval.split)
-        try:
-            held_out = prepare([one], config.data, folder, packing=False, **options)
-        except DataError as error:
-            raise DataError(str(error).replace("data.path", "eval.path")) from error
+        with _about_eval():
+            held_out = prepare([_eval_set(config)], config.data, folder, packing=False, **options)
     if config.data.streaming:
         return None, held_out
     if held_out is None and config.eval.holdout_fraction:
         return prepare_split(data_sets(config), config.data, folder, packing=config.data.packing,
                              fraction=config.eval.holdout_fraction, seed=config.seed, **options)
     return prepare(data_sets(config), config.data, folder, packing=config.data.packing, **options), held_out
+
+
+def check_paths(config: Config) -> None:
+    """Refuse what `resolve_folder` and `prepare_data` would, as far as this disk can tell: nothing is fetched or made.
+
+    Raises:
+        ModelError, DataError, ConfigError: as these.
+    """
+    check_model_path(config.model)
+    if config.eval.path:
+        with _about_eval():
+            check_data_path(_eval_set(config))
+    for one in data_sets(config):
+        check_data_path(one)
+    if config.data.chat_template:
+        read_template(config.data.chat_template)
+
+
+def _eval_set(config):
+    return DataSet(path=config.eval.path, format=config.eval.format, split=config.eval.split)
+
+
+@contextmanager
+def _about_eval():
+    """Errors about data name eval.path."""
+    try:
+        yield
+    except DataError as error:
+        raise DataError(str(error).replace("data.path", "eval.path")) from error
 
 
 def resolve_attention(wanted: str, device: str, precision: str) -> str:
@@ -181,7 +210,7 @@ def make_engine(config: Config, strategy: str, gpus_per_node: int, cut: BatchCut
     shard = shard_gpus(config, strategy, dist.get_world_size(), gpus_per_node)
     return FsdpEngine(shard_gpus=shard, precision=config.precision.name, offload=config.strategy.offload == "all",
                       reshard_after_forward=config.strategy.reshard_after_forward, clip_norm=clip,
-                      compile_layers=config.model.compile, device=device)
+                      compile_layers=config.model.compile, timeout_s=config.cluster.timeout_s, device=device)
 
 
 def engine_parts(config: Config, folder: str, attention: str) -> Parts:

@@ -1,0 +1,323 @@
+"""What a decoder layer holds while it is trained: its operations as a tape, played forward and backward.
+
+The tape names every tensor that the layer's operations make, which of them autograd saves, and which gradients pass
+through without a copy; playing it gives the bytes that are saved and the most that is alive at once. It follows the
+modules of transformers 5.24 in eager mode operation by operation, so that no constant is fitted.
+
+Sources: torch 2.13 derivatives.yaml for what an operation saves; arXiv 2205.05198, section 4, for the method.
+"""
+
+import math
+from collections import Counter
+from dataclasses import dataclass, field
+
+from tonnage.facts.architectures import Architecture
+
+
+@dataclass(frozen=True)
+class Op:
+    """One operation. Sizes are looked up by name in `Tape.sizes`, all in bytes.
+
+    `passes`: its gradient is handed on as it is (add, view). `temporary`: bytes alive only within it, forward and
+    backward. `weight`: bytes of the gradient of its weight, made in backward and kept.
+    """
+
+    output: str
+    inputs: tuple[str, ...]
+    saves: tuple[str, ...] = ()
+    passes: bool = False
+    forward_temporary: float = 0
+    backward_temporary: float = 0
+    weight: float = 0
+
+
+@dataclass
+class Tape:
+    """Operations in order; `source` is the layer's input, which its caller holds."""
+
+    sizes: dict[str, float] = field(default_factory=dict)
+    ops: list[Op] = field(default_factory=list)
+
+    def add(self, output: str, size: float, *inputs: str, **facts) -> str:
+        """Append an operation that makes `output` of `size` bytes; returns its name."""
+        self.sizes[output] = size
+        self.ops.append(Op(output, inputs, **facts))
+        return output
+
+
+@dataclass(frozen=True)
+class Played:
+    """Bytes of a played tape: `saved` for backward, the most alive in `forward`, in `backward`, and in a forward that
+    saves nothing (`inference`). The layer's input and the weights are not counted; the gradient of its output is."""
+
+    saved: float
+    forward: float
+    backward: float
+    inference: float
+
+
+def play(tape: Tape, source: str) -> Played:
+    """Run the tape forward, with and without saving, then backward."""
+    saved = {name for op in tape.ops for name in op.saves if name != source}
+    forward, _ = _play_forward(tape, source, saved)
+    inference, _ = _play_forward(tape, source, set())
+    return Played(saved=sum(tape.sizes[name] for name in saved), forward=forward, inference=inference,
+                  backward=_play_backward(tape, source, saved))
+
+
+def _play_forward(tape, source, keep):
+    """(most bytes alive, bytes alive at the end)."""
+    uses = Counter(name for op in tape.ops for name in op.inputs)
+    alive, total, most = {source: 0.0}, 0.0, 0.0
+    for op in tape.ops:
+        alive[op.output] = tape.sizes[op.output]
+        total += alive[op.output]
+        most = max(most, total + op.forward_temporary)
+        for name in op.inputs:
+            uses[name] -= 1
+            if uses[name] == 0 and name not in keep and name != source:
+                total -= alive.pop(name)
+    return most, total
+
+
+def _play_backward(tape, source, saved):
+    """Most bytes alive, from all saved tensors and the gradient of the output on."""
+    last_save = {}
+    for i, op in enumerate(tape.ops):
+        for name in op.saves:
+            last_save.setdefault(name, i)  # the first operation that saves it is the last to let go
+    output = tape.ops[-1].output
+    gradients = {output: [tape.sizes[output], 1]}  # [bytes, names that share it]
+    holder = {output: gradients[output]}
+    total = sum(tape.sizes[name] for name in saved) + tape.sizes[output]
+    most = total
+    for i in reversed(range(len(tape.ops))):
+        op = tape.ops[i]
+        incoming = holder.pop(op.output)
+        made = 0.0
+        for name in op.inputs:
+            if op.passes:
+                gradient = incoming
+                gradient[1] += 1
+            else:
+                gradient = [tape.sizes[name], 1]
+                made += gradient[0]
+            if name not in holder:
+                holder[name] = gradient
+            elif not op.passes:  # summed into the one that is there, then let go
+                most = max(most, total + made + op.backward_temporary)
+                made -= gradient[0]
+            elif holder[name] is not gradient:  # a shared one cannot be written to: the sum is a new tensor
+                most = max(most, total + made + tape.sizes[name])
+                gradient[1] -= 1
+        total += made + op.weight
+        most = max(most, total + op.backward_temporary)
+        incoming[1] -= 1
+        if incoming[1] == 0:
+            total -= incoming[0]
+        for name in op.saves:
+            if name != source and last_save[name] == i:
+                total -= tape.sizes[name]
+    return most
+
+
+@dataclass(frozen=True, kw_only=True)
+class Style:
+    """How a framework computes a layer, as far as it shows in what is held.
+
+    Args:
+        compute_bytes: of one number.
+        trains_base: weights of the base are trained; then their linears save their inputs and make gradients.
+        weight_gradient_bytes: of one number of such a gradient.
+        rank: of the adapter. `adapted`: whether a matrix has one.
+        adapter_bytes: of one number in the adapter's computation; where it is not compute_bytes, inputs are copied.
+        fused_norm, fused_rope: one kernel, no fp32 copies.
+        flash: the attention kernel never holds [tokens, tokens]. `masked`: it is given a mask, so keys and values
+            are repeated for all heads.
+        dequantised_weight: a linear unpacks its weight, in forward and again in backward.
+    """
+
+    compute_bytes: int = 2
+    trains_base: bool = True
+    weight_gradient_bytes: int = 2
+    rank: int = 0
+    adapted: frozenset[str] = frozenset()
+    adapter_bytes: int = 2
+    fused_norm: bool = False
+    fused_rope: bool = False
+    flash: bool = True
+    masked: bool = False
+    dequantised_weight: bool = False
+
+
+def layer_tape(architecture: Architecture, i: int, rows: int, seq_tokens: int, style: Style) -> Tape:
+    """The tape of layer i for `rows` rows of `seq_tokens` tokens; its input is `x`."""
+    writer = _Writer(architecture, i, rows, seq_tokens, style)
+    attended = writer.attention(writer.norm("x", "input_norm", architecture.hidden))
+    hidden = writer.residual("x", attended, "x2")
+    return writer.finish(hidden)
+
+
+class _Writer:
+    """Writes the operations of a layer onto a tape; sizes in bytes for all tokens."""
+
+    def __init__(self, architecture, i, rows, seq_tokens, style):
+        self.a, self.i, self.style = architecture, i, style
+        self.rows, self.seq, self.tokens = rows, seq_tokens, rows * seq_tokens
+        self.shapes = architecture.linear_shapes(i)
+        self.c = style.compute_bytes
+        self.tape = Tape({"x": self.of(architecture.hidden)})
+
+    def of(self, width):
+        """Bytes of a [tokens, width] tensor in the compute precision."""
+        return self.tokens * width * self.c
+
+    def norm(self, x, name, width):
+        """RMSNorm as transformers writes it: in fp32, cast back, times the weight."""
+        tape, saves_input = self.tape, self.style.trains_base
+        if self.style.fused_norm:
+            return tape.add(name, self.of(width), x, saves=(x,))
+        wide = self.tokens * width * 4
+        if self.c != 4:
+            x = tape.add(f"{name}.fp32", wide, x)
+        tape.add(f"{name}.square", wide, x, saves=(x,), backward_temporary=wide)
+        tape.add(f"{name}.rsqrt", self.tokens * 4, f"{name}.square", saves=(f"{name}.rsqrt",))
+        y = tape.add(f"{name}.scaled", wide, x, f"{name}.rsqrt", saves=(x, f"{name}.rsqrt"), backward_temporary=wide)
+        if self.c != 4:
+            y = tape.add(f"{name}.cast", self.of(width), y)
+        return tape.add(name, self.of(width), y, saves=(y,) if saves_input else (),
+                        backward_temporary=self.of(width) if saves_input else 0)
+
+    def linear(self, x, name, output=None):
+        """A matrix of the layer with its adapter; returns its output's name."""
+        inputs, outputs = self.shapes[name]
+        output, style, tape = output or name, self.style, self.tape
+        adapted = name in style.adapted
+        base = f"{output}.base" if adapted else output
+        unpacked = inputs * outputs * self.c if style.dequantised_weight else 0
+        tape.add(base, self.of(outputs), x, saves=(x,) if style.trains_base else (), forward_temporary=unpacked,
+                 backward_temporary=unpacked,
+                 weight=inputs * outputs * style.weight_gradient_bytes if style.trains_base else 0)
+        if not adapted:
+            return output
+        narrow = self.tokens * style.adapter_bytes
+        if style.adapter_bytes != self.c:
+            x = tape.add(f"{output}.input", narrow * inputs, x)
+        tape.add(f"{output}.A", narrow * style.rank, x, saves=(x,))
+        tape.add(f"{output}.B", narrow * outputs, f"{output}.A", saves=(f"{output}.A",))
+        tape.add(f"{output}.scaled", narrow * outputs, f"{output}.B")
+        size = max(narrow, self.tokens * self.c) * outputs
+        if style.adapter_bytes == self.c:
+            return tape.add(output, size, base, f"{output}.scaled", passes=True)
+        # bf16 + fp32 is fp32, cast back
+        tape.add(f"{output}.sum", size, base, f"{output}.scaled")
+        return tape.add(output, self.of(outputs), f"{output}.sum")
+
+    def rope(self, x, width):
+        """x * cos + rotate_half(x) * sin."""
+        size, tape, name = self.of(width), self.tape, f"{x}.rope"
+        if self.style.fused_rope:
+            return tape.add(name, size, x)
+        tape.add(f"{name}.cos", size, x)
+        tape.add(f"{name}.half", size, x, forward_temporary=size / 2, backward_temporary=size)
+        tape.add(f"{name}.sin", size, f"{name}.half")
+        return tape.add(name, size, f"{name}.cos", f"{name}.sin", passes=True)
+
+    def attention(self, x):
+        """From the normed input to the output projection."""
+        a = self.a
+        if a.is_mla:
+            q, k, v = self.latent(x)
+            query_width, value_width = a.num_heads * (a.qk_nope_head_dim + a.qk_rope_head_dim), a.num_heads * a.v_head_dim
+        else:
+            query_width = value_width = a.num_heads * a.head_dim
+            q, k, v = (self.linear(x, f"self_attn.{name}_proj") for name in "qkv")
+            if a.qk_norm:
+                q, k = self.norm(q, "q_norm", query_width), self.norm(k, "k_norm", a.num_kv_heads * a.head_dim)
+            q, k = self.rope(q, query_width), self.rope(k, a.num_kv_heads * a.head_dim)
+        return self.linear(self.kernel(q, k, v, value_width), "self_attn.o_proj")
+
+    def latent(self, x):
+        """Multi-head latent attention: queries, keys and values from compressed ones; values stay a view of kv_b's output.
+
+        Source: arXiv 2405.04434, section 2.1; transformers, DeepseekV3Attention.
+        """
+        a, tape = self.a, self.tape
+        rope, heads = a.qk_rope_head_dim, a.num_heads
+        if a.q_lora_rank is None:
+            q = self.linear(x, "self_attn.q_proj")
+        else:
+            narrow = self.linear(x, "self_attn.q_a_proj")
+            q = self.linear(self.norm(narrow, "q_a_norm", a.q_lora_rank), "self_attn.q_b_proj")
+        compressed = self.linear(x, "self_attn.kv_a_proj_with_mqa")
+        kv = self.linear(self.norm(compressed, "kv_a_norm", a.kv_lora_rank), "self_attn.kv_b_proj")
+        rotated = self.rope(q, heads * rope)
+        k_rotated = self.rope(compressed, rope)
+        query = tape.add("query", self.of(heads * (a.qk_nope_head_dim + rope)), q, rotated)
+        key = tape.add("key", self.of(heads * (a.qk_nope_head_dim + rope)), kv, k_rotated)
+        return query, key, kv
+
+    def kernel(self, q, k, v, width):
+        """softmax(q k^T) v; `width` is that of the output."""
+        tape, saves, heads = self.tape, (q, k, v), self.a.num_heads
+        if self.style.masked:
+            # an explicit mask keeps keys and values from being shared by a group of heads: they are repeated
+            k, v = (tape.add(f"{x}.repeated", self.of(width), x) for x in (k, v))
+            saves = (q, k, v)
+        if not self.style.flash:
+            scores = self.rows * heads * self.seq * self.seq
+            tape.add("scores", scores * self.c, q, k, saves=(q, k))
+            tape.add("softmax", scores * 4, "scores", saves=("softmax",))
+            tape.add("weights", scores * self.c, "softmax")
+            return tape.add("attended", self.of(width), "weights", v, saves=("weights", v))
+        tape.add("attended", self.of(width), *saves, saves=(*saves, "attended", "log_sum_exp"))
+        tape.sizes["log_sum_exp"] = self.tokens * heads * 4
+        return "attended"
+
+    def residual(self, x, y, name):
+        return self.tape.add(name, self.of(self.a.hidden), x, y, passes=True)
+
+    def mlp(self, x, module):
+        """SwiGLU: down(silu(gate(x)) * up(x))."""
+        width, tape = self.of(self.shapes[f"{module}.gate_proj"][1]), self.tape
+        gate, up = self.linear(x, f"{module}.gate_proj"), self.linear(x, f"{module}.up_proj")
+        tape.add(f"{module}.act", width, gate, saves=(gate,))
+        tape.add(f"{module}.product", width, f"{module}.act", up, saves=(f"{module}.act", up))
+        return self.linear(f"{module}.product", f"{module}.down_proj")
+
+    def experts(self, x):
+        """Routed experts by grouped matrix products over tokens sorted by expert, each token experts_per_token times.
+
+        Source: transformers 5.24, integrations/moe.py, grouped_mm_experts_forward.
+        """
+        a, tape, style = self.a, self.tape, self.style
+        pairs = self.c * self.tokens * a.experts_per_token
+        probabilities = tape.add("router", self.tokens * a.num_experts * 4, x, saves=(x, "router") if style.trains_base
+                                 else ("router",))
+        scores = tape.add("scores_of_experts", pairs, probabilities, saves=("scores_of_experts",))
+        weight = {name: a.num_experts * math.prod(self.shapes[f"mlp.experts.{name}"])
+                  for name in ("gate_up_proj", "down_proj")} if style.trains_base else {}
+        gradient = {name: size * style.weight_gradient_bytes for name, size in weight.items()}
+        width = a.expert_intermediate
+        chosen = tape.add("chosen", pairs * a.hidden, x)
+        both = tape.add("gate_up", pairs * 2 * width, chosen, saves=(chosen,) if style.trains_base else (),
+                        weight=gradient.get("gate_up_proj", 0))
+        tape.add("expert_act", pairs * width, both, saves=(both,))
+        product = tape.add("expert_product", pairs * width, "expert_act", both, saves=("expert_act", both))
+        down = tape.add("expert_down", pairs * a.hidden, product, saves=(product,) if style.trains_base else (),
+                        weight=gradient.get("down_proj", 0))
+        weighted = tape.add("weighted", pairs * a.hidden, down, scores, saves=(down, scores))
+        ordered = tape.add("ordered", pairs * a.hidden, weighted)
+        return tape.add("routed", self.of(a.hidden), ordered)
+
+    def finish(self, hidden):
+        """The second half of the layer."""
+        normed = self.norm(hidden, "post_norm", self.a.hidden)
+        if not self.a.is_moe_layer(self.i):
+            out = self.mlp(normed, "mlp")
+        else:
+            out = self.experts(normed)
+            if self.a.num_shared_experts:
+                out = self.residual(out, self.mlp(normed, "mlp.shared_experts"), "experts_and_shared")
+        self.residual(hidden, out, "y")
+        return self.tape

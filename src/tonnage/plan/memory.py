@@ -1,0 +1,147 @@
+"""Memory of one GPU as a maximum over phases: forward, loss, backward, optimizer step, save.
+
+A `Spread` says what a strategy keeps, gathers and buffers; `plan.activations` what a layer holds; here they meet.
+All sizes are bytes of tensors; what lies outside of tensors (context, communicators, allocator) is in `plan.verdict`.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from tonnage.plan.activations import Played, Style, layer_tape, play
+from tonnage.plan.job import Job, is_adapted
+from tonnage.plan.spread import Spread, spread_of
+
+PHASES = ("forward", "loss", "backward", "step", "save")
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes per phase and term, on the GPU that holds most. `phases[phase][term]`."""
+
+    phases: dict[str, dict[str, float]]
+
+    @property
+    def peak_phase(self) -> str:
+        return max(self.phases, key=lambda phase: sum(self.phases[phase].values()))
+
+    @property
+    def peak_bytes(self) -> float:
+        return sum(self.phases[self.peak_phase].values())
+
+
+def memory(job: Job) -> Memory:
+    """What a step of `job` holds on one GPU."""
+    return assemble(job, style_of(job), spread_of(job), loss_bytes(job))
+
+
+def style_of(job: Job) -> Style:
+    """How this project's engines compute a layer: adapters in the compute precision, transformers' own modules."""
+    adapted = frozenset() if job.trains_all else frozenset(
+        name for i in (0, job.architecture.num_layers - 1) for name in job.architecture.linear_shapes(i)
+        if is_adapted(name, job.targets))
+    return Style(compute_bytes=job.compute_bytes, trains_base=job.trains_all, weight_gradient_bytes=job.compute_bytes,
+                 rank=job.rank, adapted=adapted, adapter_bytes=job.compute_bytes, flash=job.attention != "eager",
+                 masked=job.packing and job.attention == "sdpa")
+
+
+@dataclass(frozen=True)
+class LossBytes:
+    """Bytes of head and loss: most alive in `forward`, most alive in `backward` of both, and what remains after it."""
+
+    forward: float
+    backward: float
+    after: float
+
+
+VOCAB_BLOCK = 16384  # train/loss.py forms a trained head's gradient for that many words at a time
+
+
+def loss_bytes(job: Job) -> LossBytes:
+    """Of this project's losses, with every position labelled.
+
+    Chunked: train/loss.py holds logits of one chunk in fp32 and, going in and coming out, in the compute precision; the
+    gradients of hidden states and of a trained head are formed at once, the head's in fp32. Plain: logits, their fp32
+    copy and their log-softmax; in backward the log-softmax and two gradients.
+    """
+    a, c, tokens = job.architecture, job.compute_bytes, job.micro_tokens
+    hidden = tokens * a.hidden * c  # the positions with labels are copied
+    head = a.vocab * a.hidden if job.trains_all else 0
+    cast = 0 if c == 4 else c
+    if job.loss == "plain":
+        logits = tokens * a.vocab
+        return LossBytes(hidden + logits * (8 + cast), hidden + max(logits * 12, logits * c + head * c), hidden)
+    chunk = min(job.loss_chunk_tokens, tokens) * a.vocab
+    product = min(VOCAB_BLOCK, a.vocab) * a.hidden * c if job.trains_all else 0
+    return LossBytes(2 * hidden + 4 * head + chunk * (4 + cast) + product, hidden + head * (4 + cast), hidden)
+
+
+@lru_cache(maxsize=4096)
+def _played(architecture, i, rows, seq_tokens, style) -> Played:
+    return play(layer_tape(architecture, i, rows, seq_tokens, style), "x")
+
+
+def assemble(job: Job, style: Style, spread: Spread, loss: LossBytes) -> Memory:
+    """Phases from their parts; each is the fullest of its moments."""
+    a = job.architecture
+    layers = _layers(job, style)
+    boundary = job.micro_tokens * a.hidden * style.compute_bytes
+    checkpointed = job.checkpointing == "full"
+    kept = "layer inputs" if checkpointed else "saved activations"
+    # a norm that casts its input does not save it
+    saved = [boundary if checkpointed else layer.saved + style.fused_norm * boundary for layer in layers]
+    held = spread.weights | {"optimizer states": spread.states}
+    held_root = held | {"gathered for the whole step": spread.root.whole}
+    summed = spread.gradients if job.accumulation_steps > 1 else 0.0
+
+    forward = [held_root | {"gradients": summed, "gathered": 2 * spread.embedding.whole, kept: boundary}]
+    before = spread.embedding.whole
+    for i, layer in enumerate(layers):
+        so_far = held_root | {"gradients": summed, kept: sum(saved[:i]) + boundary}
+        whole = spread.layers[i].whole
+        forward.append(so_far | {"gathered": before + 2 * whole})
+        forward.append(so_far | {"gathered": 2 * whole, "one layer's forward":
+                                 layer.inference if checkpointed else layer.forward})
+        before = whole
+
+    # the last norm holds its input (a cast of it unless fused), its output, and the cast before a trained weight
+    wide = boundary * 4 / style.compute_bytes
+    norm = boundary + (boundary if style.fused_norm else wide + (style.trains_base and style.compute_bytes < 4) * boundary)
+    end = held_root | {"gradients": summed, kept: sum(saved), "final norm": norm}
+    head = spread.head
+    losses = [end | {"gathered": before + 2 * head.whole},
+              end | {"gathered": 2 * head.whole, "logits and loss": loss.forward},
+              end | {"gathered": head.whole, "logits and loss": loss.backward},
+              end | {"gradients before they are reduced": head.gradient + head.reduced, "logits and loss": loss.after}]
+
+    backward, above, reducing = [], spread.head.reduced, spread.head.reduced
+    for i in reversed(range(a.num_layers)):
+        layer, unit = layers[i], spread.layers[i]
+        ahead = spread.layers[i - 1].whole if i else spread.embedding.whole
+        here = held_root | {
+            "gradients": max(summed, spread.share * above),
+            "gathered": unit.whole + ahead,
+            kept: sum(saved[:i + 1]) - (0 if checkpointed else layer.saved)}
+        backward.append(here | {
+            "one layer again, backward" if checkpointed else "one layer's backward": layer.backward,
+            "gradients before they are reduced": reducing})
+        backward.append(here | {"gathered": ahead, "one layer again, backward": 2 * boundary,
+                                "gradients before they are reduced": unit.gradient + unit.reduced})
+        above, reducing = above + unit.reduced, unit.reduced
+    outside = spread.embedding if spread.embedding.whole else spread.root
+    backward.append(held_root | {
+        "gradients": max(summed, spread.share * above), kept: boundary,
+        "gradients before they are reduced": outside.gradient + outside.reduced})
+
+    phases = {"forward": forward, "loss": losses, "backward": backward,
+              "step": [held | {"gradients": spread.gradients, "step": spread.step}],
+              "save": [held | {"whole tensors": spread.save}]}
+    fullest = {phase: max(moments, key=lambda terms: sum(terms.values())) for phase, moments in phases.items()}
+    return Memory({phase: {term: size for term, size in terms.items() if size} for phase, terms in fullest.items()})
+
+
+def _layers(job, style):
+    """What each layer holds; layers of one shape are worked out once."""
+    a = job.architecture
+    shapes = [(a.layer_parameters(i), job.adapter_parameters[i]) for i in range(a.num_layers)]
+    first = {shape: i for i, shape in reversed(list(enumerate(shapes)))}
+    return [_played(a, first[shape], job.micro_rows, job.seq_tokens, style) for shape in shapes]

@@ -1,0 +1,297 @@
+"""What others measured, as questions to the planner: each published row is a `Published`, or a reason why not.
+
+`python -m tonnage.plan.published` counts both. The rows and their grades: facts/published.csv.
+"""
+
+import csv
+import re
+from collections import Counter
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+
+from tonnage.facts.shapes import is_stand_in, shape_of
+from tonnage.plan.job import Job
+
+# What a framework keeps, by profile. Bytes are per parameter and rank-independent, before any sharding; w/g/o are
+# weights, gradients, optimizer states. "+adapter" is what is kept of LoRA's matrices beside a frozen bf16 (or
+# quantised) base. Which loss is used is `Published.logits`, and is independent of these.
+PROFILES = {
+    "hf_pure_bf16": "weights, gradients, Adam's moments all bf16: 2w + 2g + 4o; foreach AdamW holds 2 more in the step",
+    "hf_fsdp_mixed": "FSDP1 by accelerate >= 0.30: flat weights, gradients and moments fp32: 4w + 4g + 8o, "
+                     "foreach AdamW 4 more in the step; bf16 copies are gathered",
+    "hf_lora": "transformers and peft: frozen bf16 base; adapter fp32: 4w + 4g + 8o; inputs of checkpointed layers "
+               "keep their gradients alive under FSDP1",
+    "hf_qlora": "as hf_lora over a 4-bit base (bitsandbytes NF4 or GPTQ): linear layers quantised, embedding and head "
+                "bf16",
+    "fsdp_qlora": "Answer.AI fsdp_qlora: NF4 (or bf16) base stored and gathered as bf16, adapter bf16: 2w + 2g + 4o",
+    "litgpt_bf16_true": "all bf16, base frozen; adapter 2w + 2g + 4o; head and loss in chunks of 128 tokens",
+    "torchtune_bf16": "all bf16 (adapter too): 2w + 2g + 4o; loss in 8 chunks",
+    "automodel_bf16": "NeMo AutoModel: model loaded in bf16, so all bf16: 2w + 2g + 4o",
+    "fsdp2_fp32_master": "torchtitan: fp32 shards, 4w + 4g + 8o; bf16 gathered and computed, gradients reduced in fp32",
+    "fsdp1_fp32_master": "llm-foundry, fms-fsdp: fp32 flat shards, 4w + 4g + 8o; bf16 gathered and computed",
+    "deepspeed_zero": "DeepSpeed bf16: 2w + 2g (fp32 sums at stage 1 to 3) + 12o: fp32 master and moments; frozen "
+                      "weights only sharded at stage 3",
+    "colossal_zero": "ColossalAI low-level ZeRO: 2w + 2g + 12o",
+}
+_TARGETS = {
+    "q,k,v,o": ("q_proj", "k_proj", "v_proj", "o_proj"),
+    "q,v": ("q_proj", "v_proj"),
+    "k,q,v,up,down,gate (script default)": ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "down_proj"),
+    "q,v,o + mlp": ("q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
+    "DEFAULT (c_attn / attention qkv)": ("q_proj", "k_proj", "v_proj"),
+    "c_attn": ("q_proj", "k_proj", "v_proj"),
+    "c_attn,c_proj,w1,w2": ("all-linear",),
+    "all-linear": ("all-linear",),
+    "all": ("all-linear",),
+    "*_proj (all linear)": ("all-linear",),
+}
+_GPUS = {
+    "A100-80GB": "a100_80gb", "A100-80GB SXM": "a100_80gb", "A100": "a100_80gb", "A100-40GB": "a100_40gb",
+    "A100-40GB SXM": "a100_40gb", "H100-80GB": "h100", "H100-80GB SXM": "h100", "H100 SXM": "h100", "H100": "h100",
+    "H200": "h200", "B200": "b200", "B200 (183GB)": "b200", "GB200": "gb200", "MI300X": "mi300x", "L40S": "l40s",
+    "RTX 3090": "rtx3090", "RTX 4090": "rtx4090", "H20-96GB": "h20", "A10G-24GB": "a10", "RTX A6000-48GB": "a6000",
+}
+_GPUS_PER_NODE = 8  # of every published cluster here
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of published.csv: text as published, numbers parsed, None where there is none.
+
+    `peak_gib` is of the fullest GPU; `peak_class` says what was measured: allocated and active are torch's tensors,
+    reserved is its cache, device is nvidia-smi.
+    """
+
+    id: str
+    source: str
+    model: str
+    method: str
+    lora_rank: int | None
+    lora_targets: str
+    strategy: str
+    world: int | None
+    gpu: str
+    seq_len: str
+    micro_batch: str
+    grad_accum: int | None
+    precision: str
+    optimizer: str
+    act_ckpt: str
+    attn: str
+    fused_loss: str
+    peak_gib: float | None
+    peak_class: str
+    tok_per_s_per_gpu: float | None
+    notes: str
+
+    @property
+    def grade(self) -> str:
+        """`A` of `[A-speed] ...`."""
+        return re.match(r"\[(.*?)\]", self.notes).group(1)
+
+    @property
+    def did_not_fit(self) -> bool:
+        """Whether the run ended out of memory: such rows have a job too, and no peak."""
+        return self.grade.endswith("OOM")
+
+    @property
+    def has_tensor_peak(self) -> bool:
+        """Whether the row holds a peak of torch's own tensors, which is what memory is predicted in."""
+        return self.peak_gib is not None and self.peak_class in ("allocated", "active")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Published:
+    """A row that can be predicted: its job, and what a job of Tonnage's own never has.
+
+    `network_gb_s` is one way between nodes, per GPU. `profile` is a name of PROFILES. `base` is the form of a frozen
+    base: bf16, nf4 (4.5 bits), nf4_dq (4.127 bits) or gptq4. `logits`: plain (HF: bf16, and fp32 copies), fused_ce (a
+    kernel on whole bf16 logits), chunked (`job.loss_chunk_tokens` at a time), none (never held: Liger, cut
+    cross-entropy).
+    """
+
+    row: Row
+    job: Job
+    gpu: str | None
+    network_gb_s: float | None
+    profile: str
+    base: str
+    logits: str
+    seq_is_longest: bool
+    is_stand_in: bool
+
+    @property
+    def predicts_memory(self) -> bool:
+        """Whether the memory of `job` is that of the row: the peak is set by the longest sample, so that will do."""
+        return not self.is_stand_in
+
+    @property
+    def predicts_speed(self) -> bool:
+        """Whether the speed of `job` is that of the row: every sample as long as stated, on a GPU of the table."""
+        return self.row.tok_per_s_per_gpu is not None and self.gpu is not None and not self.seq_is_longest
+
+
+@cache
+def rows() -> tuple[Row, ...]:
+    """All published rows, in the order of the file."""
+    text = files("tonnage.facts").joinpath("published.csv").read_text(encoding="utf-8")
+    lines = [line for line in text.splitlines() if not line.startswith("#")]
+    return tuple(Row(**{name: _parsed(kind, line[name]) for name, kind in Row.__annotations__.items()})
+                 for line in csv.DictReader(lines))
+
+
+def _parsed(kind, text):
+    if kind is str:
+        return text
+    if kind == int | None:
+        return int(text) if text.isdigit() else None
+    return float(text) if text else None
+
+
+def architecture_of(row: Row):
+    """The architecture of the row's model, None where its family is not counted."""
+    return shape_of(row.model)
+
+
+def predictable(row: Row) -> Published | str:
+    """The row as a question to the planner, or why it cannot be asked."""
+    architecture, adapter = architecture_of(row), _adapter(row)
+    length = re.fullmatch(r"~?(\d+)( max.*)?", row.seq_len)
+    micro = re.match(r"(\d+)( \(global bs as labelled\))?$", row.micro_batch)
+    parts = re.fullmatch(r"(none|DDP|FSDP|ZeRO)[^+]*( \+ CPU (?:param )?offload)?", re.sub(r" \(.*?\)", "", row.strategy))
+    reasons = (
+        ("not a measurement of a training run", row.grade in ("C", "D", "formula") or "fit" in row.grade
+         or row.method.startswith("loss")),
+        ("nothing measured", row.peak_gib is None and row.tok_per_s_per_gpu is None and not row.did_not_fit),
+        ("tensor, pipeline, expert or context parallel",
+         re.search(r"Megatron|\b(TP|PP|EP|CP|SP)\s?\d|model-parallel|device_map|naive", row.strategy)),
+        ("model is not of a family that is counted", architecture is None),
+        ("method is not one of Tonnage's", adapter is None),
+        ("LoRA's rank or matrices not stated, or more than them trained",
+         adapter != "full" and (row.lora_rank is None or row.lora_targets not in _TARGETS)),
+        ("8-bit floating point or less in the products", re.search(r"fp8|float8|FP4", row.precision, re.I)),
+        ("strategy not stated or mixed", not parts),
+        ("number of GPUs not stated", row.world is None),
+        ("no sequence length stated", not length and "orca" not in row.seq_len),
+        ("lengths vary and the longest is not known", not length or "short" in row.seq_len or "unpacked)" in row.seq_len
+         or "unpacked alpaca" in row.seq_len),
+        ("micro-batch not stated per GPU", not micro),
+        ("activation checkpointing not stated, selective or offloaded", not _checkpointing(row)),
+        ("optimizer is not one of Tonnage's, or steps within backward",
+         re.search(r"backward|Muon|precision-aware|K=12", row.optimizer) or "opt-in-backward" in row.notes),
+    )
+    for reason, applies in reasons:
+        if applies:
+            return reason
+    seq_tokens, micro_rows = int(length[1]), int(micro[1]) // (row.world if micro[2] else 1)
+    logits, chunk_tokens = _loss(row, architecture, micro_rows * seq_tokens)
+    strategy, gpus = _strategy(row), row.world
+    per_node = min(gpus, _GPUS_PER_NODE)
+    job = Job(
+        architecture=architecture, adapter=adapter, rank=row.lora_rank or 1, targets=_TARGETS.get(row.lora_targets, ()),
+        strategy=strategy, gpus=gpus, gpus_per_node=per_node,
+        shard_gpus={"ddp": 1, "hsdp": per_node}.get(strategy, gpus), reshard_after_forward=True,
+        offload="none" if parts[2] is None else "optimizer" if strategy == "zero2" else "all",
+        precision="fp16" if row.precision.startswith(("fp16", "float16")) else "bf16",
+        optimizer="adamw8bit" if "8bit" in row.optimizer else "adamw", seq_tokens=seq_tokens, micro_rows=micro_rows,
+        accumulation_steps=row.grad_accum or 1, checkpointing=_checkpointing(row),
+        attention="eager" if row.attn.startswith("eager") else "flash" if "flash" in row.attn or "fa" in row.attn
+        else "sdpa",
+        loss="plain" if logits in ("plain", "fused_ce") else "chunked", loss_chunk_tokens=chunk_tokens,
+        compile="compile" in row.precision.replace("no compile", "") or "compile on" in row.notes)
+    network = re.search(r"(\d+) ?Gbps node-node", row.notes)
+    return Published(row=row, job=job, gpu=_GPUS.get(row.gpu), profile=_profile(row, adapter, strategy), base=_base(row),
+                     network_gb_s=int(network[1]) / 8 / _GPUS_PER_NODE if network else None, logits=logits,
+                     seq_is_longest=length[2] is not None, is_stand_in=is_stand_in(row.model))
+
+
+def _adapter(row):
+    word = re.match(r"full|lora|qlora|dora", row.method)
+    if not word or "NVFP4" in row.method or re.search(r"[28]-?bit|int8|offload|min", row.method):
+        return None
+    return {"qlora": "lora"}.get(word[0], word[0])
+
+
+def _base(row):
+    if not row.method.startswith("qlora"):
+        return "bf16"
+    if "gptq" in row.method:
+        return "gptq4"
+    # IBM's benchmark and QLoRA's own settings quantise the scales too
+    return "nf4_dq" if re.search("dq", row.method, re.I) or row.id.startswith("fmsacc") else "nf4"
+
+
+def _checkpointing(row):
+    if row.act_ckpt.startswith("none"):
+        return "none"
+    return "full" if row.act_ckpt.startswith("full") and "offload" not in row.act_ckpt else None
+
+
+def _strategy(row):
+    if row.strategy.startswith("ZeRO"):
+        return f"zero{row.strategy[5]}"
+    if row.strategy.startswith(("none", "DDP")) or row.world == 1:
+        return "ddp"
+    return "hsdp" if "HSDP" in row.strategy else "fsdp"
+
+
+def _loss(row, architecture, tokens):
+    """(what is held of the logits, tokens of a chunk)."""
+    text = row.fused_loss
+    if re.search("liger|linear|Cut", text):
+        # Liger's own chunk: tokens / ceil(vocab / hidden), up to a power of two.
+        # Source: linkedin/Liger-Kernel src/liger_kernel/ops/fused_linear_cross_entropy.py
+        chunk = -(-tokens // -(-architecture.vocab // architecture.hidden))
+        return "none", 1 << (chunk - 1).bit_length()
+    if "chunked" in text:
+        size = re.search(r"\((\d+)\)", text)
+        return "chunked", int(size[1]) if size else -(-tokens // 8)  # torchtune: num_output_chunks=8
+    return "fused_ce" if "fused CE" in text else "plain", tokens
+
+
+def _profile(row, adapter, strategy):
+    """A name of PROFILES: by framework, and for transformers by precision and method."""
+    frameworks = {"fsdpqlora": "fsdp_qlora", "litgpt": "litgpt_bf16_true", "tt": "torchtune_bf16",
+                  "automodel": "automodel_bf16", "titan": "fsdp2_fp32_master", "ao": "fsdp2_fp32_master",
+                  "foundry": "fsdp1_fp32_master", "fmsfsdp": "fsdp1_fp32_master", "colossal": "colossal_zero"}
+    framework = frameworks.get(row.id.partition("-")[0])
+    if framework or strategy.startswith("zero"):
+        return framework or "deepspeed_zero"
+    if adapter != "full":
+        return "hf_qlora" if row.method.startswith("qlora") else "hf_lora"
+    pure = strategy == "ddp" or "pure" in row.precision  # on one GPU nothing makes an fp32 copy of bf16 weights
+    return "hf_pure_bf16" if pure else "hf_fsdp_mixed"
+
+
+def published(has=lambda row: True) -> list[Published]:
+    """The predictable rows among those that `has` accepts."""
+    return [found for row in rows() if has(row) and isinstance(found := predictable(row), Published)]
+
+
+def counts() -> dict[str, Counter]:
+    """Of rows with a tensor peak, without room, with a speed: how many can be predicted, and why the rest cannot."""
+    memory, oom, speed = Counter(), Counter(), Counter()
+    for row in rows():
+        found = predictable(row)
+        if row.has_tensor_peak or row.did_not_fit:
+            why = found if isinstance(found, str) else "predictable" if found.predicts_memory else "shape is a stand-in"
+            (oom if row.did_not_fit else memory)[why] += 1
+        if row.tok_per_s_per_gpu is not None:
+            speed[found if isinstance(found, str) else "predictable" if found.predicts_speed else
+                  "GPU is not in the table" if found.gpu is None else "lengths vary"] += 1
+    return {"peak allocated or active": memory, "did not fit": oom, "speed": speed}
+
+
+def main() -> None:
+    """Print the counts."""
+    for kind, counter in counts().items():
+        print(f"{kind}: {counter.total()} rows")
+        for reason, number in counter.most_common():
+            print(f"  {number:4}  {reason}")
+    used = Counter(found.profile for found in published(lambda row: row.has_tensor_peak) if found.predicts_memory)
+    print("profiles of the rows with a peak:", ", ".join(f"{name} {number}" for name, number in used.most_common()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,40 @@
+"""Adapters end up on the matrices that are named, whatever peft makes of the names."""
+
+import json
+
+import pytest
+import torch
+
+from tonnage.config.schema import Adapter, Model
+from tonnage.facts.models import MODELS
+from tonnage.models import build
+
+SMALL = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32, "vocab_size": 128,
+         "num_attention_heads": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "first_k_dense_replace": 1, "n_group": 2,
+         "topk_group": 1, "q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16,
+         "num_key_value_heads": 4}
+
+
+@pytest.fixture(params=["llama7b", "deepseek671b"])
+def model(request, tmp_path):
+    names = {"intermediate_size", "num_hidden_layers", "hidden_size", "vocab_size", "num_attention_heads", "num_key_value_heads"}
+    small = SMALL if request.param != "llama7b" else {key: SMALL[key] for key in names}
+    (tmp_path / "config.json").write_text(json.dumps(MODELS[request.param].hf_config | small))
+    with torch.device("meta"):
+        return build.build_model(str(tmp_path), Model(path=str(tmp_path)), Adapter(), "sdpa", torch.bfloat16, torch.float32)
+
+
+def test_all_linear_adapts_every_linear_of_the_decoder_and_nothing_else(model):
+    base = model.get_base_model()
+    adapted = {name for name, module in base.named_modules() if hasattr(module, "lora_A")}
+    wanted = {name for name in adapted | {
+        name for name, module in base.model.layers.named_modules(prefix="model.layers")
+        if isinstance(module, torch.nn.Linear)} if not name.endswith((".base_layer", ".default"))}
+    assert adapted == wanted
+    assert not any("experts." in name and "shared" not in name for name in adapted)
+    assert any(name.endswith("layers.0.mlp.gate_proj") for name in adapted)
+
+
+def test_peft_by_itself_still_misreads_a_mixture_of_experts(model):
+    """Where this fails for deepseek_v3, `exact_targets` and export's refusal can go."""
+    assert build.misread_by_peft(model) == (model.config.model_type == "deepseek_v3")

@@ -1,0 +1,163 @@
+"""Step time: FLOPs and bytes by hand, what hides what, money, and the published rows."""
+
+import sys
+from dataclasses import replace
+from subprocess import run
+
+import pytest
+
+from tonnage.facts.architectures import Architecture
+from tonnage.facts.gpus import GPUS, gpu_of
+from tonnage.facts.models import MODELS
+from tonnage.plan.job import Job
+from tonnage.plan.speed import (
+    bus_s,
+    communication_bytes,
+    compare,
+    cost_usd,
+    energy_kwh,
+    flops_per_token,
+    generation_of,
+    is_fitted,
+    step_time,
+    summary,
+)
+
+# attention 8x8 + 2 of 8x4 + 8x8 = 192, MLP 3 of 8x16 = 384: 576 weights a layer, 1,152 in all; head 8x32 = 256
+TINY = Architecture(model_type="llama", num_layers=2, hidden=8, num_heads=2, num_kv_heads=1, head_dim=4, intermediate=16,
+                    vocab=32, tied_embeddings=False, max_positions_tokens=64)
+H100 = GPUS["h100"]
+
+
+def job(**more):
+    base = Job(architecture=TINY, adapter="full", rank=2, targets=("q_proj",), strategy="fsdp", gpus=8, gpus_per_node=8,
+               shard_gpus=8, offload="none", reshard_after_forward=True, precision="bf16", optimizer="adamw",
+               seq_tokens=10, micro_rows=1, accumulation_steps=1, checkpointing="none", attention="sdpa", loss="plain",
+               loss_chunk_tokens=1024)
+    return replace(base, **more)
+
+
+def llama(**more):
+    return job(**{"architecture": MODELS["llama7b"].architecture, "seq_tokens": 4096, "checkpointing": "full"} | more)
+
+
+# ---- FLOPs
+
+@pytest.mark.parametrize("more, linear, attention, model", [
+    # 6 (1,152 + 256) = 8,448; attention 2 x 10 tokens x 8 wide x 2 layers = 320 forward, 3 times that
+    ({}, 8448, 960, 8448 + 960),
+    # layers run forward twice: 8 x 1,152 + 6 x 256; attention 4 x 320
+    ({"checkpointing": "full"}, 10752, 1280, 8448 + 960),
+    # frozen: 4 x 1,408, and 6 for the adapter's 2 layers x 2 (8 + 8) = 64 weights
+    ({"adapter": "lora"}, 4 * 1408 + 6 * 64, 960, 4 * 1408 + 6 * 64 + 960),
+    ({"adapter": "lora", "checkpointing": "full"}, 6 * 1152 + 4 * 256 + 8 * 64, 1280, 4 * 1408 + 6 * 64 + 960),
+    ({"attention": "eager"}, 8448, 1920, 8448 + 960),
+])
+def test_flops_of_a_token(more, linear, attention, model):
+    flops = flops_per_token(job(**more))
+    assert (flops.linear, flops.routed, flops.attention, flops.model) == (linear, 0, attention, model)
+
+
+def test_a_dense_model_costs_six_flops_a_weight_and_a_mixture_only_its_active_ones():
+    assert flops_per_token(llama(checkpointing="none", seq_tokens=1)).linear / 6 == pytest.approx(6.607e9, rel=1e-3)
+    mixtral = MODELS["mixtral8x7b"].architecture
+    flops = flops_per_token(job(architecture=mixtral))
+    routed = 32 * 2 * 3 * 4096 * 14336  # layers, experts of a token, matrices
+    assert flops.routed == 6 * routed
+    assert (flops.linear + flops.routed) / 6 == pytest.approx(12.88e9 - 32000 * 4096, rel=1e-3)
+
+
+# ---- bytes between GPUs
+
+def test_communication_of_each_strategy():
+    total = 1152 + 2 * 16 + 8 + 2 * 256  # weights, norms, final norm, embedding and head
+    assert TINY.num_parameters == total == 1704
+    assert communication_bytes(job(strategy="ddp")) == (0, 0, 2 * 4 * total)
+    assert communication_bytes(job(strategy="zero1")) == (0, 0, 4 * total + 2 * total)
+    assert communication_bytes(job(strategy="zero2")) == (0, 4 * total, 2 * total)
+    for strategy in ("zero3", "fsdp", "hsdp"):
+        assert communication_bytes(job(strategy=strategy)) == (2 * total, 4 * total, 0)
+    assert communication_bytes(job(adapter="lora")) == (2 * total + 2 * 64, 4 * 64, 0)
+    assert communication_bytes(job(adapter="lora"), base_bytes=0.5) == (0.5 * total + 2 * 64, 4 * 64, 0)
+
+
+def test_the_slower_of_links_and_network_sets_the_pace():
+    one, two = job(gpus=8), job(gpus=16)
+    assert bus_s(8e9, 1, one, H100, 50) == 0
+    assert bus_s(8e9, 4, one, H100, 50) == pytest.approx(8 * 3 / 4 / 360)  # 450 x 0.8 GB/s
+    assert bus_s(8e9, 16, two, H100, 50) == pytest.approx(8 * 15 / 16 / 320)  # 8 ports x 50 x 0.8
+    assert bus_s(8e9, 16, two, H100, 100) == pytest.approx(8 * 15 / 16 / 360)
+    assert bus_s(8e9, 2, one, GPUS["rtx4090"], 50) == pytest.approx(8 / 2 / 3.1)
+
+
+def test_what_hides_and_what_does_not():
+    sharded = step_time(llama(), H100)
+    assert sharded.exposed_s == 0 < sharded.communication_s
+    assert step_time(llama(gpus=16, shard_gpus=16), H100, network_gb_s=1).exposed_s > 0
+    pcie = step_time(llama(), GPUS["l40s"])
+    assert pcie.exposed_s == pytest.approx(pcie.communication_s)
+    ddp = step_time(llama(strategy="ddp", shard_gpus=1, accumulation_steps=4), H100)
+    assert ddp.exposed_s == ddp.communication_s == pytest.approx(bus_s(8 * 6738415616, 8, llama(), H100, 50))
+
+
+# ---- the step
+
+@pytest.mark.parametrize("more", [
+    {}, {"strategy": "zero2", "offload": "optimizer"}, {"offload": "all"}, {"adapter": "lora", "offload": "all"},
+    {"strategy": "hsdp", "gpus": 16}, {"strategy": "ddp", "shard_gpus": 1}, {"optimizer": "adamw8bit"}])
+def test_a_step_is_the_sum_of_its_parts(more):
+    speed = step_time(llama(accumulation_steps=3, **more), H100)
+    assert speed.step_s == pytest.approx(speed.compute_s + speed.exposed_s + speed.transfer_s + speed.optimizer_s)
+    assert speed.tokens_per_s == pytest.approx(3 * 4096 * (16 if "gpus" in more else 8) / speed.step_s)
+    assert 0 < speed.mfu < 1
+    assert (speed.transfer_s > 0) == ("offload" in more)
+
+
+def test_directions():
+    plain = step_time(llama(), H100)
+    assert step_time(llama(offload="all"), H100).step_s > plain.step_s
+    assert step_time(llama(checkpointing="none"), H100).step_s < plain.step_s
+    lora = step_time(llama(adapter="lora"), H100)
+    assert lora.step_s < plain.step_s
+    assert step_time(llama(adapter="lora"), H100, base_bytes=0.5).compute_s > lora.compute_s  # it is dequantised
+    assert step_time(llama(compile=True), H100).step_s < plain.step_s
+    assert step_time(llama(micro_rows=4), H100).tokens_per_s > plain.tokens_per_s
+    few = step_time(llama(seq_tokens=16), H100)  # the host's launches take as long for 16 tokens as for 32
+    assert few.micro_step_s == pytest.approx(step_time(llama(seq_tokens=32), H100).micro_step_s, rel=1e-3)
+
+
+def test_unknown_stays_none():
+    assert step_time(llama(), gpu_of("other", memory_gib=16)) is None
+    assert step_time(llama(precision="fp32"), H100) is None
+    speed = step_time(llama(), H100)
+    assert cost_usd(1e6, speed, GPUS["h20"]) is None and energy_kwh(1e6, speed, GPUS["gb200"]) is None
+
+
+def test_money_and_energy():
+    speed = step_time(llama(), H100)
+    hours = 1e9 / speed.tokens_per_s_per_gpu / 3600
+    assert cost_usd(1e9, speed, H100) == pytest.approx((hours * 1.99, hours * 5.00))
+    assert cost_usd(1e9, speed, gpu_of("h100", price_usd_h=2)) == pytest.approx((hours * 2, hours * 2))
+    assert energy_kwh(1e9, speed, H100) == pytest.approx(hours * 0.7)
+
+
+def test_every_gpu_has_a_generation_and_a_speed():
+    assert [generation_of(GPUS[name]) for name in ("a100_40gb", "h100_pcie", "h200", "h20", "gb200", "mi325x", "l4")] == [
+        "ampere", "hopper", "hopper", "h20", "blackwell", "cdna3", "geforce"]
+    assert all(step_time(llama(), gpu).tokens_per_s > 0 for gpu in GPUS.values())
+
+
+# ---- published rows
+
+def test_both_halves_of_the_published_speeds_are_met():
+    comparisons = compare()
+    halves = {name: (number, middle) for name, number, middle, _, _ in summary(comparisons)}
+    assert halves["fitted"][0] + halves["untouched"][0] == len(comparisons) >= 230
+    assert halves["fitted"][1] < 1.15 and halves["untouched"][1] < 1.25
+    groups = sorted({item.group for item in comparisons})
+    assert [is_fitted(group, groups) for group in groups[:3]] == [True, False, True]
+
+
+def test_planning_starts_without_torch():
+    code = "import sys; import tonnage.plan.speed; print(any(m == 'torch' for m in sys.modules))"
+    assert run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "False"
