@@ -14,9 +14,9 @@ def folder(tmp_path_factory):
     return memory.make_folder(tmp_path_factory.mktemp("proportioned"), num_layers=2)
 
 
-def traced(strategy, adapter, folder, ranks, *overrides):
+def traced(strategy, adapter, folder, ranks, *overrides, device="cuda"):
     config = memory.config_for(strategy, adapter, folder, ranks, overrides)
-    return trace(config, resolve_layout(config, ranks, "cuda", ranks, under_deepspeed=False))
+    return trace(config, resolve_layout(config, ranks, device, ranks, under_deepspeed=False))
 
 
 @pytest.mark.parametrize(("strategy", "adapter", "overrides"), [
@@ -24,7 +24,7 @@ def traced(strategy, adapter, folder, ranks, *overrides):
     ("ddp", "full", ())])
 def test_a_trace_is_what_a_real_step_allocates(pools, folder, strategy, adapter, overrides):
     real = pools(2).run(memory.measure, strategy, adapter, folder, overrides)[0]
-    fake = traced(strategy, adapter, folder, 2, *overrides)
+    fake = traced(strategy, adapter, folder, 2, *overrides, device="cpu")
     for phase in PHASES:
         assert fake.phases[phase].total == pytest.approx(real[phase]["total"], rel=1e-3), phase
         for category, num_bytes in real[phase]["by_category"].items():
