@@ -33,7 +33,7 @@ HELD = {"bit16_groups_flat": "weights", "bf16_groups_flat": "weights", "fp16_par
         "grad_partitions_flat_buffer": "gradients", "ipg_buckets": "communication"}
 
 
-def make_folder(folder: Path) -> str:
+def make_folder(folder: Path, num_layers: int = 6) -> str:
     """A Llama of realistic proportions with random weights.
 
     In fp16, which no run trains in: so every weight is converted as it is loaded. Else it would be a piece of the mapped
@@ -42,7 +42,7 @@ def make_folder(folder: Path) -> str:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    config = LlamaConfig(vocab_size=2048, hidden_size=256, intermediate_size=688, num_hidden_layers=6,
+    config = LlamaConfig(vocab_size=2048, hidden_size=256, intermediate_size=688, num_hidden_layers=num_layers,
                          num_attention_heads=8, num_key_value_heads=4, max_position_embeddings=1024)
     LlamaForCausalLM(config).half().save_pretrained(folder)
     return str(folder)

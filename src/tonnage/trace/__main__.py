@@ -16,7 +16,8 @@ def main(argv: list[str]) -> int:
     as_json = "--json" in argv
     config = compose_config(word for word in argv if word != "--json")
     gpus = 1 if config.gpus == "auto" else config.gpus
-    layout = resolve_layout(config, gpus, "cuda", gpus if config.cluster.gpus_per_node == "auto" else
+    device = "cpu" if config.device == "cpu" else "cuda"
+    layout = resolve_layout(config, gpus, device, gpus if config.cluster.gpus_per_node == "auto" else
                             config.cluster.gpus_per_node, under_deepspeed=False)
 
     from tonnage.trace.step import trace
@@ -36,7 +37,7 @@ def as_text(result) -> str:
             rows.append([category, *(f"{value / GIB:.3f}" for value in values)])
     rows.append(["total", *(f"{phases[name].total / GIB:.3f}" for name in names)])
     lines = [f"{row[0]:22}" + "".join(f"{cell:>12}" for cell in row[1:]) for row in rows]
-    lines += [f"  {category}: {count} x {num_bytes / 2**20:.1f} MiB of {maker}"
+    lines += [f"  {category}: {count} x {num_bytes / 2**20:.1f} MiB{maker and f' of {maker}'}"
               for category, maker, num_bytes, count in result.peak.largest]
     return "\n".join([*lines, f"peak {result.peak.total / GIB:.3f} GiB in {result.fullest}; {result.micro_batches} "
                               f"micro-batches; traced in {result.seconds:.0f} s with {result.tracer_peak_gib:.1f} GiB"])

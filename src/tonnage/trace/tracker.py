@@ -132,8 +132,9 @@ class Tracker(TorchDispatchMode):
     def _resized(self, storage, num_bytes):
         """FSDP frees and refills gathered weights by resizing their storage: each filling is a block of its own."""
         if storage._cdata in self.live and num_bytes != self.live[storage._cdata][0].num_bytes:
-            category, self.maker = self._remove(storage._cdata).category, "resize_"
-            self._add(storage._cdata, storage, num_bytes, category)
+            self._remove(storage._cdata)
+            self.maker = "resize_"
+            self._add(storage._cdata, storage, num_bytes, "gathered weights")
 
     def _note_peak(self):
         if self.total > self.fullest.get(self.phase, (-1, 0))[0]:
@@ -175,7 +176,7 @@ class Tracker(TorchDispatchMode):
         kwargs = kwargs or {}
         results = func(*args, **kwargs)
         self.maker = name = func._schema.name
-        for result in tree_iter(results):
+        for result in [results] if isinstance(results, torch.Tensor) else tree_iter(results):
             if isinstance(result, torch.Tensor):
                 self.book(result)
         # the collectives of torch 2.13's FSDP2 and c10d say what a buffer is for

@@ -71,9 +71,7 @@ def book_fsdp(tracker: Tracker, engine: Engine) -> None:
             for group in module._get_fsdp_state()._fsdp_param_groups:
                 if group._partial_reduce_output is not None:  # gradients that are summed over replicas once a window
                     tracker.book(group._partial_reduce_output, "gradients")
-                for parameter in group.fsdp_params:
-                    tracker.book_all(getattr(parameter, "all_gather_outputs", ()), "gathered weights")
-                    tracker.book(parameter._sharded_param_data, "weights")
+                tracker.book_all((parameter._sharded_param_data for parameter in group.fsdp_params), "weights")
     tracker.book_all(model.parameters(), "weights")
     tracker.book_all(model.buffers(), "weights")
     tracker.book_all((parameter.grad for parameter in model.parameters()), "gradients")
