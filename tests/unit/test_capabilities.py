@@ -58,6 +58,10 @@ def test_what_is_known_not_to_work_is_not_in_the_registry():
     assert not any("nvme" in row.offload for row in CAPABILITIES.values())  # never run
 
 
+def test_every_strategy_runs_every_optimizer():
+    assert all(row.optimizer == CHOICES["optimizer"] for row in CAPABILITIES.values())
+
+
 @pytest.mark.parametrize("strategy", CAPABILITIES)
 def test_every_legal_cell_is_accepted_and_every_other_refused_with_legal_alternatives(strategy):
     base = DEFAULTS | {"precision": CAPABILITIES[strategy].precision[0]}
