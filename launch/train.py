@@ -124,8 +124,8 @@ def launch(command: CommandLine, config: Config) -> int:
         from tonnage.train.dry_run import print_dry_run
 
         if place.rank == 0:
-            print_dry_run(config, layout, command.overrides)
             print(text.describe(config, plan) if plan else "no plan: the model's shape is known once it is fetched")
+            print_dry_run(config, layout, command.overrides)
         return EXIT_DONE
     role = ranks.settle(place, gpus, device)
     if role == "aside":

@@ -135,12 +135,13 @@ def test_a_frozen_config_is_cut_as_the_one_it_was_made_from(overrides):
 # ---- going on with a run
 
 MAY_CHANGE = ["gpus=7", "device=cpu", "cpu_threads=3", "dry_run=true", "batch.micro_rows=7", "accumulation=9",
-              "strategy=zero2", "strategy.offload=all", "strategy.extra.aio.x=1", "strategy.shard_gpus=2", "tracker=none",
-              "model.path=/moved", "model.attention=eager", "model.compile=true", "model.activation_checkpointing=none",
-              "train.loss=plain", "train.loss_chunk_tokens=7", "train.audit=false", "train.max_nonfinite_steps=9",
-              "checkpoint.every_steps=3", "checkpoint.keep=9", "cluster.timeout_s=9", "cluster.gpus_per_node=4",
-              "gpu=h100", "gpu.price_usd_h=2", "eval.every_steps=4", "eval.path=x", "run.fork=true", "run.name=x",
-              "data.cache=/c", "tracker.every_steps=3"]
+              "strategy=zero2", "strategy.offload=all", "strategy.extra.aio.x=1", "strategy.shard_gpus=2",
+              "tracker=none", "model.path=/moved", "model.attention=eager", "model.compile=true",
+              "model.activation_checkpointing=none", "train.loss=plain", "train.loss_chunk_tokens=7",
+              "train.audit=false", "train.max_nonfinite_steps=9", "checkpoint.every_steps=3", "checkpoint.keep=9",
+              "cluster.timeout_s=9", "cluster.gpus_per_node=4", "gpu=h100", "gpu.price_usd_h=2", "plan.refuse=false",
+              "eval.every_steps=4", "eval.path=x", "run.fork=true", "run.name=x", "data.cache=/c",
+              "tracker.every_steps=3"]
 MAY_NOT = ["seed=1", "batch.global_rows=64", "batch.global_tokens=999", "adapter.rank=3", "adapter=full",
            "adapter.targets=[q_proj]", "adapter.dropout=0.1", "precision=fp16", "optimizer=sgd",
            "optimizer.learning_rate=0.5", "optimizer.betas=[0.1,0.2]", "optimizer.clip_norm=null",

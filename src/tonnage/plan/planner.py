@@ -103,18 +103,15 @@ def settle_auto(config: Config, gpus: int, per_node: int, under_deepspeed: bool,
     The strategy is the least sharding that fits with one row; the micro-batch the largest that fits then, within
     MOST_MICRO_TOKENS. Where nothing fits, the most sharding and one row.
     """
-    last = config
+    def fits(candidate):
+        layout = resolve_layout(candidate, gpus, "cuda", per_node, under_deepspeed)
+        return verdict(memory(job_of(candidate, layout, architecture)).peak_bytes, gpu.memory_gib) == FITS
+
     for strategy in _strategies(config, gpus, per_node, under_deepspeed):
-        fitting = None
-        for candidate in _micro_batches(replace(config, strategy=replace(config.strategy, name=strategy)), gpus):
-            last = candidate
-            layout = resolve_layout(candidate, gpus, "cuda", per_node, under_deepspeed)
-            if verdict(memory(job_of(candidate, layout, architecture)).peak_bytes, gpu.memory_gib) == FITS:
-                fitting = candidate
-                break
-        if fitting is not None:
-            return fitting
-    return last
+        *larger, smallest = _micro_batches(replace(config, strategy=replace(config.strategy, name=strategy)), gpus)
+        if fits(smallest):
+            return next((candidate for candidate in larger if fits(candidate)), smallest)
+    return smallest
 
 
 def _strategies(config: Config, gpus: int, per_node: int, under_deepspeed: bool) -> list[str]:
