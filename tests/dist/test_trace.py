@@ -2,11 +2,13 @@
 
 import memory
 import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tonnage.config.rules import resolve_layout
 from tonnage.errors import ConfigError
-from tonnage.trace.step import trace
-from tonnage.trace.tracker import PHASES
+from tonnage.trace.step import _cuda_attention, trace
+from tonnage.trace.tracker import PHASES, Tracker
 
 
 @pytest.fixture(scope="module")
@@ -41,9 +43,24 @@ def test_states_are_exact_and_shrink_with_ranks(folder):
 
 
 @pytest.mark.parametrize(("strategy", "override", "message"), [
-    ("zero3", "seed=0", "strategy=zero3: DeepSpeed does not run"), ("fsdp", "strategy.offload=all", "strategy.offload=all"),
+    ("zero3", "seed=0", "strategy=zero3: cannot be traced"), ("fsdp", "strategy.offload=all", "strategy.offload=all"),
     ("fsdp", "model.compile=true", "model.compile=true"), ("fsdp", "optimizer=adamw8bit", "optimizer=adamw8bit"),
     ("fsdp", "model.path=/nowhere", "model.path=/nowhere: a trace needs")])
 def test_what_cannot_be_traced_is_refused(folder, strategy, override, message):
     with pytest.raises(ConfigError, match=message):
         traced(strategy, "lora", folder, 2, override)
+
+
+@pytest.mark.parametrize(("value_dim", "masked"), [(64, False), (32, False), (64, True)])
+def test_attention_on_a_gpu_holds_no_softmax(value_dim, masked):
+    mode = FakeTensorMode()
+    with mode, Tracker(fake_mode=mode) as tracker:
+        query, value = (torch.empty(1, 8, 512, dim, dtype=torch.bfloat16, requires_grad=True) for dim in (64, value_dim))
+        mask = torch.ones(1, 1, 512, 512, dtype=torch.bool) if masked else None
+        before = tracker.total
+        out = _cuda_attention(query, query, value, mask, is_causal=not masked)
+        assert out.shape == (1, 8, 512, value_dim)
+        # the output, fp32 log-sums, and a mask in the type of the query, the same for all heads
+        held = 8 * 512 * (2 * value_dim + 4) + masked * 2 * 512 * 512
+        assert tracker.total - before == pytest.approx(held, abs=64)  # a seed
+        out.sum().backward()
