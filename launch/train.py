@@ -7,10 +7,11 @@ it froze there.
 import os
 import socket
 import sys
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, astuple, dataclass, replace
 from pathlib import Path
 
 from tonnage.config import rules
+from tonnage.config.batch import BatchCut
 from tonnage.config.compose import (
     CommandLine,
     compose_config,
@@ -22,8 +23,15 @@ from tonnage.config.compose import (
     to_schema,
 )
 from tonnage.config.schema import Config
-from tonnage.errors import EXIT_DONE, EXIT_STOPPED_RESUMABLE, CheckpointError, ConfigError, TonnageError
+from tonnage.errors import EXIT_DONE, EXIT_STOPPED_RESUMABLE, CheckpointError, ConfigError, DoesNotFit, TonnageError
+from tonnage.facts.gpus import gpu_of
+from tonnage.plan import text
+from tonnage.plan.planner import Plan, architecture_of, make_plan, settled_layout
+from tonnage.plan.search import remedies
+from tonnage.plan.verdict import DOES_NOT_FIT
+from tonnage.report import measured
 from tonnage.runtime import runs
+from tonnage.runtime.driver import host_memory, known_gpu
 from tonnage.runtime.entry import guarded, run_script
 from tonnage.runtime.logs import log_to_folder, quiet_libraries
 
@@ -41,11 +49,12 @@ keys: docs/config.md; e.g. {keys}"""
 
 @dataclass(frozen=True)
 class Start:
-    """A run that is ready to start: its folder, the number of this attempt, and what it begins with."""
+    """A run that is ready to start: its folder, the number of this attempt, its layout, and what it begins with."""
 
     folder: Path
     attempt: int
     model_folder: str
+    layout: rules.Layout
     start_from: Path | None = None
 
 
@@ -109,12 +118,14 @@ def launch(command: CommandLine, config: Config) -> int:
     place = ranks.current_place()
     device = ranks.resolve_device(config.device)
     gpus = config.gpus if config.dry_run and config.gpus != "auto" else ranks.resolve_gpus(config.gpus, device, place)
-    layout = rules.resolve_layout(config, gpus, device, _local_gpus(place, device, gpus), ranks.started_by_deepspeed())
+    machine = Machine(gpus, device, _local_gpus(place, device, gpus), ranks.started_by_deepspeed())
+    layout, plan = plan_run(config, machine)
     if config.dry_run:
         from tonnage.train.dry_run import print_dry_run
 
         if place.rank == 0:
             print_dry_run(config, layout, command.overrides)
+            print(text.describe(config, plan) if plan else "no plan: the model's shape is known once it is fetched")
         return EXIT_DONE
     role = ranks.settle(place, gpus, device)
     if role == "aside":
@@ -123,14 +134,65 @@ def launch(command: CommandLine, config: Config) -> int:
     if place.rank == 0 and device == "cpu" and ranks.RUN_VARIABLE not in os.environ:
         print("no GPU driver on this machine: running on the CPU", flush=True)
     if role == "start":
-        start, lock = begin(command, config, layout)
+        start, lock = begin(command, config, machine)
         code = ranks.start_ranks(__file__, sys.argv[1:], gpus, start.folder)
         return _settle_status(start.folder, code)
-    return be_rank(command, config, layout, place)
+    return be_rank(command, config, machine, place)
 
 
-def begin(command: CommandLine, config: Config, layout: rules.Layout) -> tuple[Start, object]:
-    """Prepare model and data, make or reopen the run folder, write the attempt. Returns it and the run's lock."""
+@dataclass(frozen=True)
+class Machine:
+    """What a run has: ranks in all, the device they use, ranks of this node, and who started them."""
+
+    gpus: int
+    device: str
+    local_gpus: int
+    under_deepspeed: bool
+
+
+def plan_run(config: Config, machine: Machine, model_folder: str | None = None) -> tuple[rules.Layout, Plan | None]:
+    """The layout, and the plan where the model's shape and the memory are known; on a GPU it settles what is `auto`."""
+    try:
+        architecture = architecture_of(config, model_folder)
+    except ConfigError:
+        architecture = None
+    gpu = _memory_of(config, machine)
+    if architecture is None or gpu is None:
+        return rules.resolve_layout(config, *astuple(machine)[:3], machine.under_deepspeed), None
+    if machine.device == "cpu":  # a process group there is a test or a small run: the stated rules will do
+        layout = rules.resolve_layout(config, *astuple(machine))
+    else:
+        layout = settled_layout(config, *astuple(machine), architecture, gpu)
+    return layout, make_plan(config, layout, architecture, gpu)
+
+
+def _memory_of(config, machine):
+    """The GPU of the plan: as configured, else the one that is here; on a CPU the host's memory."""
+    if machine.device == "cpu":
+        return host_memory(machine.local_gpus)
+    import torch
+
+    here = torch.cuda.get_device_properties(0)
+    return (gpu_of(config.gpu.name, config.gpu.memory_gib, config.gpu.price_usd_h)
+            or known_gpu(here.name, here.total_memory / 2**30))
+
+
+def show_plan(config: Config, plan: Plan) -> None:
+    """Print the plan of a run that is about to start.
+
+    Raises:
+        DoesNotFit: with the nearest overrides that do fit.
+    """
+    print(text.describe(config, plan), flush=True)
+    if plan.verdict == DOES_NOT_FIT and config.plan.refuse:
+        advice = remedies(config, plan) if plan.layout.device == "cuda" else []
+        raise DoesNotFit("\n".join([f"predicted peak {plan.memory.peak_bytes / 2**30:.2f} GiB of {plan.gpu.memory_gib:.2f} "
+                                    f"GiB ({plan.gpu.title}); plan.refuse=false goes on anyway",
+                                    *(text.advice_lines(advice) if advice else [])]))
+
+
+def begin(command: CommandLine, config: Config, machine: Machine) -> tuple[Start, object]:
+    """Plan, prepare model and data, make or reopen the run folder, write the attempt. Returns it and the run's lock."""
     from tonnage.models.folder import folder_identity, resolve_folder
     from tonnage.report.metrics import require_tracker
     from tonnage.train.checkpoint import newest_complete
@@ -160,6 +222,11 @@ def begin(command: CommandLine, config: Config, layout: rules.Layout) -> tuple[S
     if resumed and identity != before["model_identity"]:
         raise ConfigError(f"model.path={config.model.path}: the weights there are not those this run was started with; "
                           f"give the same ones by model.path= or model.revision=, or start a new run with run.fork=true")
+    layout, plan = plan_run(config, machine, model_folder)
+    if plan is None:
+        print(f"no plan: the shape of {config.model.name} or the memory of this machine is not known", flush=True)
+    else:
+        show_plan(config, plan)
     prepare_data(config, model_folder, progress=True)
     if resumed:
         folder = command.run_folder.resolve()
@@ -171,12 +238,14 @@ def begin(command: CommandLine, config: Config, layout: rules.Layout) -> tuple[S
         "model_folder": model_folder, "model_identity": identity, "start_from": str(start_from) if start_from else None,
         "forked_from": str(forked_from) if forked_from else None, "time": f"{runs.now():%Y-%m-%dT%H:%M:%SZ}",
         "layout": asdict(layout)})
+    if plan is not None:
+        measured.write(folder, attempt, text.as_dict(config, plan))
     runs.write_status(folder, "running", "starting", attempt=attempt, resumable=True)
     print(f"run folder: {os.path.relpath(folder)}", flush=True)
-    return Start(folder, attempt, model_folder, Path(start_from) if start_from else None), lock
+    return Start(folder, attempt, model_folder, layout, Path(start_from) if start_from else None), lock
 
 
-def be_rank(command: CommandLine, config: Config, layout: rules.Layout, place) -> int:
+def be_rank(command: CommandLine, config: Config, machine: Machine, place) -> int:
     """Join the group, agree on the run folder, train."""
     import torch
     import torch.distributed as dist
@@ -186,16 +255,16 @@ def be_rank(command: CommandLine, config: Config, layout: rules.Layout, place) -
 
     if ranks.RUN_VARIABLE in os.environ:
         ranks.die_with_parent()
-    ranks.join(place, layout.gpus, layout.device, config.cluster.timeout_s, config.cpu_threads)
+    ranks.join(place, machine.gpus, machine.device, config.cluster.timeout_s, config.cpu_threads)
     group = ranks.preparation_group()
     shared, lock = [None], None
     if place.rank == 0:
         try:
             if ranks.RUN_VARIABLE in os.environ:
                 folder = Path(os.environ[ranks.RUN_VARIABLE])
-                shared = [Start(folder, *_attempt(folder))]
+                shared = [_attempt(folder)]
             else:
-                start, lock = begin(command, config, layout)
+                start, lock = begin(command, config, machine)
                 shared = [start]
         except TonnageError as error:
             shared = [error]
@@ -207,17 +276,22 @@ def be_rank(command: CommandLine, config: Config, layout: rules.Layout, place) -
         raise ConfigError(f"run.root={config.run.root}: {start.folder} is not visible on {socket.gethostname()}; run "
                           f"folders must be on a disk that all nodes share")
     log_to_folder(start.folder, place.rank)
-    device = torch.device(layout.device, torch.cuda.current_device()) if layout.device == "cuda" else torch.device("cpu")
+    cuda = machine.device == "cuda"
+    device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
     try:
-        return train_run(start, group, layout, device)
+        code = train_run(start, group, start.layout, device)
+        if place.rank == 0:
+            measured.compare(start.folder, start.attempt)
+        return code
     finally:
         dist.destroy_process_group()
 
 
 def _attempt(folder):
     facts = runs.read_attempt(folder)
-    start_from = facts["start_from"]
-    return facts["number"], facts["model_folder"], Path(start_from) if start_from else None
+    start_from, layout = facts["start_from"], facts["layout"]
+    return Start(folder, facts["number"], facts["model_folder"],
+                 rules.Layout(**layout | {"cut": BatchCut(**layout["cut"])}), Path(start_from) if start_from else None)
 
 
 def _settle_status(folder, code):

@@ -36,6 +36,9 @@ def resolve_batch(batch: Batch, gpus: int, seq_tokens: int) -> BatchCut:
         return _by_tokens(batch, auto_micro)
     rows, micro, steps = (None if value == "auto" else value for value in
                           (batch.global_rows, batch.micro_rows, batch.accumulation_steps))
+    if None not in (rows, micro) and micro > rows:
+        raise ConfigError(f"batch.micro_rows={micro}: more than batch.global_rows={rows}, the rows of a whole step; use at "
+                          f"most {-(-rows // gpus)}, one GPU's share")
     if rows is None:
         rows = micro * steps * gpus if micro and steps else DEFAULT_GLOBAL_ROWS
     share = -(-rows // gpus)

@@ -13,7 +13,7 @@ from tonnage.facts.models import MODELS
 CHANGEABLE = ("gpus", "device", "cpu_threads", "dry_run", "batch.micro_rows", "batch.accumulation_steps", "strategy.",
               "model.path", "model.attention", "model.compile", "model.activation_checkpointing", "train.loss",
               "train.loss_chunk_tokens", "train.audit", "train.max_nonfinite_steps", "checkpoint.", "tracker.",
-              "cluster.", "gpu.", "eval.", "run.", "data.cache")
+              "cluster.", "gpu.", "plan.", "eval.", "run.", "data.cache")
 
 
 @dataclass(frozen=True)

@@ -205,6 +205,11 @@ class Gpu:
 
 
 @section
+class Plan:
+    refuse: bool = key(True, "do not start what the plan says cannot fit")
+
+
+@section
 class Cluster:
     gpus_per_node: Count | Auto = key("auto", "GPUs of one node; auto is what this machine shows")
     network_gb_s: Positive | Auto = key("auto", "one way between nodes, GB/s for each GPU; auto is 50: one 400 Gb/s "
@@ -235,4 +240,5 @@ class Config:
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     tracker: Tracker = field(default_factory=Tracker)
     gpu: Gpu = field(default_factory=Gpu)
+    plan: Plan = field(default_factory=Plan)
     cluster: Cluster = field(default_factory=Cluster)

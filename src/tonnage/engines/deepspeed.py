@@ -80,6 +80,9 @@ class DeepSpeedEngine:
         torch creates them in the first step, but DeepSpeed's accessors fail on states that do not exist yet.
         """
         self.torch_optimizer = self.optimizer if self.stage == 0 else self.optimizer.optimizer
+        if self.eight_bit:
+            self._make_pieces()
+            return
         sgd = isinstance(self.torch_optimizer, torch.optim.SGD)
         self.state_names = ("momentum_buffer",) if sgd else ("exp_avg", "exp_avg_sq")
         flats = [p for _, p in self.trained()] if self.stage == 0 else self._flat_parameters()
@@ -92,6 +95,33 @@ class DeepSpeedEngine:
                 state["step"] = torch.tensor(float(num_steps), device=flat.device)
         if self.stage in (1, 2):
             self.optimizer._lazy_init_hp_params_optimizer_state()
+
+    @property
+    def eight_bit(self) -> bool:
+        """The optimizer is `engines.eight_bit.AdamW8bit`: states per parameter, not per flat tensor."""
+        return hasattr(self.torch_optimizer, "pieces")
+
+    def _make_pieces(self):
+        """Give each trained parameter's part of this rank 8-bit states of its own.
+
+        Blocks then never mix parameters, and states are read and written without the whole flat tensor in fp32.
+        """
+        self.state_names = ("exp_avg", "exp_avg_sq")
+        self.pieces = {}
+        for _, parameter in self.trained():
+            if self.stage == 0:
+                self.pieces[parameter] = [parameter]
+            elif self.stage == 3:
+                group, start, numel = self.optimizer.grad_position[self.optimizer.get_param_id(parameter)]
+                self.pieces[parameter] = self.torch_optimizer.split(self._flat_parameters()[group], start, numel)
+            elif (mapping := parameter._hp_mapping) is None:  # all of it is on other ranks
+                self.pieces[parameter] = []
+            else:
+                flat, address = self._flat_parameters()[mapping.param_group_index], mapping.get_hp_fragment_address()
+                self.pieces[parameter] = self.torch_optimizer.split(flat, address.start, address.numel)
+            for name in self.state_names:
+                size = sum(piece.numel() for piece in self.pieces[parameter])
+                self.torch_optimizer.write(self.pieces[parameter], name, torch.zeros(size, device=self.device), 0)
 
     def forward(self, **inputs) -> Any:
         # through the engine: it counts micro-batches there, and ZeRO-3 would overwrite gradients instead of summing
@@ -197,12 +227,32 @@ class DeepSpeedEngine:
         return flat.narrow(0, size * dist.get_rank(), size)
 
     def whole_states(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
+        if self.eight_bit:
+            return {name: self._whole_8bit(parameter, name).view(full_shape(parameter)) for name in self.state_names}
         if self.stage == 0:
             return {name: self.torch_optimizer.state[parameter][name] for name in self.state_names}
         read = self.deepspeed.utils.safe_get_full_optimizer_state
         return {name: read(parameter, name).view(full_shape(parameter)) for name in self.state_names}
 
+    def _whole_8bit(self, parameter, name):
+        pieces = self.pieces[parameter]
+        if not pieces:  # DeepSpeed sums the parts over ranks
+            return parameter.get_full_hp_param(name)
+        part = self.torch_optimizer.read(pieces, name)
+        if self.stage == 0:
+            return part
+        if self.stage == 3:
+            return self.optimizer._fp32_state_allgather(parameter, part)
+        parameter._hp_mapping.optim_fragment = {name: part}
+        whole = parameter.get_full_hp_param(name)
+        parameter._hp_mapping.optim_fragment = {}
+        return whole
+
     def fill_states(self, parameter: nn.Parameter, states: dict[str, torch.Tensor], num_steps: int) -> None:
+        if self.eight_bit:
+            for name, tensor in states.items():
+                self.torch_optimizer.write(self.pieces[parameter], name, self._own_part(parameter, tensor), num_steps)
+            return
         for name, tensor in states.items():
             if self.stage == 3:
                 self.deepspeed.utils.safe_set_local_optimizer_state(parameter, self._part(parameter, tensor), name)
@@ -211,6 +261,17 @@ class DeepSpeedEngine:
             else:
                 self.torch_optimizer.state[parameter][name].copy_(tensor)
         self._make_states(num_steps)
+
+    def _own_part(self, parameter, tensor):
+        """What this rank's pieces hold of a whole tensor, flat."""
+        if self.stage == 3:
+            return self._part(parameter, tensor)
+        if self.stage == 0:
+            return tensor.flatten()
+        if parameter._hp_mapping is None:
+            return tensor.new_empty(0)
+        address = parameter._hp_mapping.lp_fragment_address
+        return tensor.flatten().narrow(0, address.start, address.numel)
 
     def close(self) -> None:
         from transformers.integrations.deepspeed import unset_hf_deepspeed_config

@@ -20,7 +20,7 @@ from tonnage.plan.host import Host, host
 from tonnage.plan.job import Job, job_of
 from tonnage.plan.memory import Memory, memory
 from tonnage.plan.speed import NETWORK_GB_S, Speed, step_time
-from tonnage.plan.verdict import DOES_NOT_FIT, FITS, verdict
+from tonnage.plan.verdict import FITS, verdict
 
 GPUS_PER_NODE = 8  # where neither cluster.gpus_per_node nor a machine says so
 # beyond this many tokens a micro-batch gains little speed: the matrix products fill the GPU
@@ -46,16 +46,17 @@ class Plan:
         return self.memory.peak_bytes / 2**30 / self.gpu.memory_gib
 
 
-def architecture_of(config: Config) -> Architecture:
-    """The shape of the config's model: by its name, else from the config.json at model.path.
+def architecture_of(config: Config, folder: str | None = None) -> Architecture:
+    """The shape of the config's model: by its name, else from the config.json in `folder` or at model.path.
 
     Raises:
         ConfigError: neither is known here.
     """
     if config.model.name in MODELS:
         return MODELS[config.model.name].architecture
-    file = Path(config.model.path or "") / "config.json"
-    if not config.model.path or not file.is_file():
+    folder = folder or config.model.path
+    file = Path(folder or "") / "config.json"
+    if not folder or not file.is_file():
         raise ConfigError(f"model.path={config.model.path}: a plan needs a model of docs/models.md, or a folder with a "
                           f"config.json")
     try:
@@ -83,8 +84,16 @@ def plan_layout(config: Config, architecture: Architecture, gpu: Gpu, under_deep
     """
     gpus = 1 if config.gpus == "auto" else config.gpus
     per_node = min(gpus, GPUS_PER_NODE)
+    return settled_layout(config, gpus, "cuda", per_node, under_deepspeed, architecture, gpu)
+
+
+def settled_layout(config: Config, gpus: int, device: str, local_gpus: int, under_deepspeed: bool,
+                   architecture: Architecture, gpu: Gpu) -> Layout:
+    """`rules.resolve_layout` with strategy and micro-batch worked out for `gpu` where they are `auto`."""
+    per_node = config.cluster.gpus_per_node
+    per_node = min(gpus, local_gpus if per_node == "auto" else per_node)
     settled = settle_auto(config, gpus, per_node, under_deepspeed, architecture, gpu)
-    return resolve_layout(settled, gpus, "cuda", per_node, under_deepspeed)
+    return resolve_layout(settled, gpus, device, local_gpus, under_deepspeed)
 
 
 def settle_auto(config: Config, gpus: int, per_node: int, under_deepspeed: bool, architecture: Architecture,
@@ -132,11 +141,3 @@ def _micro_batches(config: Config, gpus: int) -> Iterator[Config]:
         yield replace(config, batch=replace(batch, micro_rows=rows))
 
 
-def refuse_what_cannot_fit(plan: Plan, remedies: list[str]) -> str | None:
-    """The text of a refusal, or None: what does not fit, and overrides that do."""
-    if plan.verdict != DOES_NOT_FIT:
-        return None
-    peak_gib = plan.memory.peak_bytes / 2**30
-    advice = "".join(f"\n  {line}" for line in remedies) or "\n  nothing on these GPUs; take more, or larger ones"
-    return (f"does not fit: {peak_gib:.1f} GiB are needed in the {plan.memory.peak_phase} phase and {plan.gpu.title} has "
-            f"{plan.gpu.memory_gib:.1f} GiB; what fits:{advice}\nplan.refuse=false goes on anyway")

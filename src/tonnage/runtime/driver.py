@@ -5,6 +5,8 @@ from pathlib import Path
 
 from tonnage.facts.gpus import GPUS, Gpu
 
+PROCESS_WITHOUT_CUDA_GIB = 0.5  # Python, torch, transformers: measured
+
 
 def driver_present() -> bool:
     """Whether this machine has an NVIDIA or AMD driver, whatever torch thinks of it."""
@@ -20,6 +22,17 @@ def first_gpu() -> Gpu | None:
         return None
     name, _, mebibytes = answer.splitlines()[0].rpartition(",")
     return known_gpu(name.strip(), float(mebibytes) / 1024)
+
+
+def host_memory(ranks: int) -> Gpu | None:
+    """The memory that is free on this machine for each of `ranks` processes, where tensors live there; None if unknown."""
+    try:
+        lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+        free_gib = int(lines["MemAvailable"].split()[0]) / 2**20
+    except (OSError, KeyError, ValueError):
+        return None
+    return Gpu(name="host", title=f"this machine's memory, a share of {ranks}", source="/proc/meminfo",
+               memory_gib=max(0.1, free_gib / ranks - PROCESS_WITHOUT_CUDA_GIB))
 
 
 def known_gpu(name: str, memory_gib: float) -> Gpu:

@@ -26,11 +26,7 @@ def parameter_groups(model: nn.Module, optimizer: Optimizer) -> list[dict]:
 
 
 def build_optimizer(model: nn.Module, optimizer: Optimizer) -> torch.optim.Optimizer:
-    """The torch optimizer of `optimizer` over `model`'s trained parameters.
-
-    The 8-bit AdamW is torchao's, whose states are tensors of their own kind and work in DTensors, where bitsandbytes'
-    fail. Source: https://arxiv.org/abs/2110.02861
-    """
+    """The torch optimizer of `optimizer` over `model`'s trained parameters."""
     groups = parameter_groups(model, optimizer)
     # the loop sets the rate before each step; some libraries step once on zero gradients while they set up
     common = {"lr": 0.0, "betas": optimizer.betas, "eps": optimizer.eps}
@@ -38,6 +34,6 @@ def build_optimizer(model: nn.Module, optimizer: Optimizer) -> torch.optim.Optim
         return torch.optim.SGD(groups, lr=0.0, momentum=optimizer.momentum)
     if optimizer.name == "adamw":
         return torch.optim.AdamW(groups, **common, fused=True)
-    from torchao.optim import AdamW8bit
+    from tonnage.engines.eight_bit import AdamW8bit
 
     return AdamW8bit(groups, **common)

@@ -27,8 +27,8 @@ def train_run(start, group: dist.ProcessGroup, layout: Layout, device: torch.dev
     session = None
     try:
         rows = _prepared(config, start.model_folder, group)
-        session = open_session(config, start.folder, start.model_folder, layout.strategy, layout.gpus_per_node,
-                               start.attempt, group, device, rows, start.start_from)
+        session = open_session(config, start.folder, start.model_folder, layout, start.attempt, group, device, rows,
+                               start.start_from)
         return _train(session, layout, rows)
     except torch.OutOfMemoryError as error:
         fit = DoesNotFit(f"rank {dist.get_rank()} ran out of GPU memory ({str(error).splitlines()[0]}); lower "

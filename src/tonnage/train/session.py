@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from tonnage.config.batch import BatchCut, resolve_batch
-from tonnage.config.rules import shard_gpus
+from tonnage.config.batch import BatchCut
+from tonnage.config.rules import Layout, shard_gpus
 from tonnage.config.schema import Config, DataSet
 from tonnage.data.formats import check_path as check_data_path
 from tonnage.data.prepare import Rows, prepare, prepare_split
@@ -232,7 +232,7 @@ def engine_parts(config: Config, folder: str, attention: str) -> Parts:
         start=start)
 
 
-def open_session(config: Config, run_folder: Path, model_folder: str, strategy: str, gpus_per_node: int, attempt: int,
+def open_session(config: Config, run_folder: Path, model_folder: str, layout: Layout, attempt: int,
                  patient_group: dist.ProcessGroup, device: torch.device, rows: tuple[Rows | None, Rows | None],
                  start_from: Path | None = None) -> Session:
     """Build engine, data source and reporting, and go to where the newest complete checkpoint stands (collective).
@@ -240,7 +240,7 @@ def open_session(config: Config, run_folder: Path, model_folder: str, strategy: 
     Args:
         start_from: checkpoint of another run whose weights a forked run begins with.
     """
-    cut = resolve_batch(config.batch, dist.get_world_size(), config.data.seq_tokens)
+    cut = layout.cut
     group = dist.new_group(backend="gloo", timeout=timedelta(seconds=config.cluster.timeout_s))
     tokenizer = run_tokenizer(config, model_folder)
     attention = resolve_attention(config.model.attention, device.type, config.precision.name)
@@ -254,7 +254,7 @@ def open_session(config: Config, run_folder: Path, model_folder: str, strategy: 
     windows, most = source.num_windows(config.train.epochs), config.train.max_steps
     num_steps = min(count for count in (windows, most) if count is not None)
 
-    engine = make_engine(config, strategy, gpus_per_node, cut, device)
+    engine = make_engine(config, layout.strategy, layout.gpus_per_node, layout.cut, device)
     engine.prepare(engine_parts(config, model_folder, attention))
     head = LossHead(engine.model, config.train.loss, config.train.loss_chunk_tokens)
     vocab = engine.model.config.get_text_config().vocab_size
