@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from tonnage.config.compose import compose_config
 from tonnage.config.rules import resolve_layout
 from tonnage.errors import ConfigError
 from tonnage.trace.step import _cuda_attention, trace
@@ -40,6 +41,18 @@ def test_states_are_exact_and_shrink_with_ranks(folder):
     for category, size in (("weights", 4), ("gradients", 4), ("optimizer states", 8)):
         assert one[category] == pytest.approx(size * num_parameters, rel=1e-3)
         assert four[category] == pytest.approx(one[category] / 4, rel=1e-3)
+
+
+@pytest.mark.slow
+def test_a_known_model_needs_no_files():
+    config = compose_config(["model=llama7b", "strategy=fsdp", "gpus=8", "batch.micro_rows=1"])
+    result = trace(config, resolve_layout(config, 8, "cuda", 8, under_deepspeed=False))
+    base, adapter = 6_738_415_616, 39_976_960
+    step = result.phases["step"].by_category
+    assert step["weights"] == pytest.approx((2 * base + 4 * adapter) / 8, rel=1e-3)
+    assert step["optimizer states"] == pytest.approx(8 * adapter / 8, rel=1e-3)
+    # 32 layer inputs of 2,048 x 4,096 in bf16
+    assert result.phases["backward"].by_category["activations"] == pytest.approx(2**29, rel=1e-2)
 
 
 @pytest.mark.parametrize(("strategy", "override", "message"), [
