@@ -78,7 +78,7 @@ def measure(strategy: str, adapter: str, folder: str, overrides=()) -> dict:
     batches = [full_batch(layout.cut.micro_rows, config.data.seq_tokens) for _ in range(2)]
     tracker = Tracker()
 
-    def note():
+    def note(_=None):
         book_deepspeed(tracker, engine) if strategy.startswith("zero") else book_fsdp(tracker, engine)
 
     if strategy == "zero3":

@@ -75,7 +75,7 @@ def trace(config: Config, layout: Layout, say: Callable[[str], None] = lambda te
     micro_batches = min(MICRO_BATCHES, layout.cut.accumulation_steps or MICRO_BATCHES)
     fake_mode = FakeTensorMode()
     with model_folder(config) as folder, fake_group(layout.gpus), ExitStack() as stack:
-        say("building the model")
+        say(f"building {config.model.name} without weights")
         engine = make_engine(config, layout.strategy, layout.gpus_per_node, layout.cut, torch.device("cpu"))
         engine.prepare(_weightless(engine_parts(config, folder, _attention(config)), fake_mode))
         head = LossHead(engine.model, config.train.loss, config.train.loss_chunk_tokens)
@@ -88,10 +88,11 @@ def trace(config: Config, layout: Layout, say: Callable[[str], None] = lambda te
         _make_states(engine)
         tracker.start()
 
-        def note():
-            say(f"{tracker.phase} is through ({time.monotonic() - started:.0f} s)")
+        def note(what):
+            say(f"{what} traced ({time.monotonic() - started:.0f} s)")
             book_fsdp(tracker, engine)
 
+        say(f"one step on fake tensors ({time.monotonic() - started:.0f} s)")
         tracked_window(tracker, engine, head, batches, 1.0, 1e-4, note)
         phases = {phase: tracker.peak(phase) for phase in PHASES}
     return Trace(phases, micro_batches, time.monotonic() - started,
@@ -99,18 +100,14 @@ def trace(config: Config, layout: Layout, say: Callable[[str], None] = lambda te
 
 
 def _require_traceable(config, layout):
-    if CAPABILITIES[layout.strategy].engine != "fsdp":
-        raise ConfigError(f"strategy={layout.strategy}: DeepSpeed does not run on fake tensors; trace strategy=fsdp, hsdp "
-                          f"or ddp, or leave the trace out")
-    if config.strategy.offload != "none":
-        raise ConfigError(f"strategy.offload={config.strategy.offload}: a trace knows one device only; use "
-                          f"strategy.offload=none, or leave the trace out")
-    if config.model.compile:
-        raise ConfigError("model.compile=true: a compiled layer cannot be traced; use model.compile=false, which needs "
-                          "more rather than less")
-    if config.optimizer.name == "adamw8bit":
-        raise ConfigError("optimizer=adamw8bit: its kernels do not run on fake tensors; use optimizer=adamw, or leave "
-                          "the trace out")
+    for key, value, untraceable, instead in (
+            ("strategy", layout.strategy, CAPABILITIES[layout.strategy].engine != "fsdp", "strategy=fsdp, hsdp or ddp"),
+            ("strategy.offload", config.strategy.offload, config.strategy.offload != "none", "strategy.offload=none"),
+            ("optimizer", config.optimizer.name, config.optimizer.name == "adamw8bit", "optimizer=adamw"),
+            ("model.compile", str(config.model.compile).lower(), config.model.compile, "model.compile=false")):
+        if untraceable:
+            raise ConfigError(f"{key}={value}: cannot be traced: a trace runs FSDP2 on one device, uncompiled; trace "
+                              f"{instead}, or leave the trace out")
 
 
 def _attention(config):

@@ -39,11 +39,11 @@ def loss_phase(tracker: Tracker, head: LossHead) -> Iterator[None]:
 
 
 def tracked_window(tracker: Tracker, engine: Engine, head: LossHead, batches: Iterable[MicroBatch], scale: float,
-                   learning_rate: float, note: Callable[[], None]) -> None:
+                   learning_rate: float, note: Callable[[str], None]) -> None:
     """Forward, loss and backward of each micro-batch, then the step.
 
     Args:
-        note: called after each backward and after the step, to book what is known by identity.
+        note: called with what is behind, after each backward and after the step, to book what is known by identity.
     """
     batches = list(batches)
     for batch in batches:
@@ -55,10 +55,10 @@ def tracked_window(tracker: Tracker, engine: Engine, head: LossHead, batches: It
         total += loss.detach()
         engine.backward(loss * scale, last=i == len(batches) - 1)
         del loss
-        note()
+        note(f"micro-batch {i + 1} of {len(batches)}")
     tracker.enter("step")
     engine.step(learning_rate)
-    note()
+    note("step")
     tracker.enter("rest")
 
 
