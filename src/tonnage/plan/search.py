@@ -1,5 +1,6 @@
 """The configurations that fit, ranked by predicted speed; and the nearest of them for a run that does not fit."""
 
+import itertools
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
@@ -7,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from tonnage.config.batch import micro_choices
 from tonnage.config.schema import Config
 from tonnage.errors import ConfigError
-from tonnage.facts.capabilities import CAPABILITIES
+from tonnage.facts.capabilities import CAPABILITIES, chosen_of, violations
 from tonnage.facts.gpus import GPUS
 from tonnage.plan.planner import MOST_MICRO_TOKENS, Plan, make_plan, plan_layout
 from tonnage.plan.verdict import DOES_NOT_FIT, FITS
@@ -50,11 +51,14 @@ class Search:
 def search(config: Config, plan: Plan) -> Search:
     """Every combination of strategy, offload, checkpointing, micro-batch, adapter, optimizer and precision that the
     capability registry accepts, on the GPUs of `plan`."""
-    found, failing, least = [], Counter(), {}
+    found, failing, least, seen = [], Counter(), {}, set()
     for candidate, words in _candidates(config, plan):
         one = _evaluate(candidate, words, plan)
-        if one is None:
-            continue
+        same = one and (one.strategy, one.micro_rows, *chosen_of(candidate).values(),
+                        candidate.model.activation_checkpointing)
+        if one is None or same in seen:
+            continue  # `auto` comes first, so that of equal ones the shortest is kept
+        seen.add(same)
         if one.verdict != DOES_NOT_FIT:
             found.append(one)
             continue
@@ -82,46 +86,42 @@ def remedies(config: Config, plan: Plan, most: int = 3) -> list[Found]:
 
 
 def _candidates(config: Config, plan: Plan) -> Iterator[tuple[Config, dict[str, str]]]:
-    """Configs and, by key, the words that make them of `config`."""
+    """Configs and, by key, the words that make them of `config`; what is `auto` is tried as it is, too."""
     layout = plan.layout
-    adapters = dict.fromkeys((config.adapter.name, "lora"))
-    optimizers = dict.fromkeys((config.optimizer.name, "adamw", "adamw8bit"))
-    precisions = dict.fromkeys((config.precision.name, "bf16"))
     most = max(1, MOST_MICRO_TOKENS // config.data.seq_tokens)
-    micro = dict.fromkeys((*micro_choices(config.batch, layout.gpus, most), layout.cut.micro_rows))
-    for strategy, row in CAPABILITIES.items():
-        if layout.gpus == 1 and strategy in ("zero3", "fsdp", "hsdp") or strategy == "hsdp" and (
-                layout.gpus <= layout.gpus_per_node):
-            continue  # the same as less sharding there
-        for offload in row.offload:
-            for checkpointing in ("none", "full"):
-                for adapter in adapters:
-                    for optimizer in optimizers:
-                        for precision in precisions:
-                            for rows in micro:
-                                yield _candidate(config, plan, strategy, offload, checkpointing, adapter, optimizer,
-                                                 precision, rows)
+    strategies = [name for name in CAPABILITIES if not _is_less_sharding(name, layout)]
+    axes = {
+        "strategy": dict.fromkeys((config.strategy.name, *strategies)),
+        "strategy.offload": dict.fromkeys((config.strategy.offload, "none", "optimizer", "all")),
+        "model.activation_checkpointing": ("none", "full"),
+        "adapter": dict.fromkeys((config.adapter.name, "lora")),
+        "optimizer": dict.fromkeys((config.optimizer.name, "adamw", "adamw8bit")),
+        "precision": dict.fromkeys((config.precision.name, "bf16")),
+        "batch.micro_rows": dict.fromkeys((config.batch.micro_rows, *micro_choices(config.batch, layout.gpus, most)))}
+    before = (config.strategy.name, config.strategy.offload, config.model.activation_checkpointing, config.adapter.name,
+              config.optimizer.name, config.precision.name, config.batch.micro_rows)
+    for values in itertools.product(*axes.values()):
+        words = {key: f"{key}={value}" for key, value, was in zip(axes, values, before, strict=True) if value != was}
+        candidate = _changed(config, *values)
+        if "batch.micro_rows" in words and config.batch.accumulation_steps != "auto":
+            words["batch.accumulation_steps"] = "batch.accumulation_steps=auto"
+            candidate = replace(candidate, batch=replace(candidate.batch, accumulation_steps="auto"))
+        if not (candidate.strategy.name != "auto" and violations(candidate.strategy.name, chosen_of(candidate))):
+            yield candidate, words
 
 
-def _candidate(config, plan, strategy, offload, checkpointing, adapter, optimizer, precision, rows):
-    words, layout = {}, plan.layout
-    for key, value, before in (
-            ("strategy", strategy, layout.strategy), ("strategy.offload", offload, config.strategy.offload),
-            ("model.activation_checkpointing", checkpointing, config.model.activation_checkpointing),
-            ("adapter", adapter, config.adapter.name), ("optimizer", optimizer, config.optimizer.name),
-            ("precision", precision, config.precision.name), ("batch.micro_rows", rows, layout.cut.micro_rows)):
-        if value != before:
-            words[key] = f"{key}={value}"
-    batch = config.batch
-    if "batch.micro_rows" in words and batch.accumulation_steps != "auto":
-        words["batch.accumulation_steps"] = "batch.accumulation_steps=auto"
-        batch = replace(batch, accumulation_steps="auto")
-    candidate = replace(
+def _is_less_sharding(strategy, layout):
+    """Whether a strategy is another one on these GPUs."""
+    one_node = layout.gpus <= layout.gpus_per_node
+    return layout.gpus == 1 and strategy in ("zero3", "fsdp", "hsdp") or strategy == "hsdp" and one_node
+
+
+def _changed(config, strategy, offload, checkpointing, adapter, optimizer, precision, micro_rows):
+    return replace(
         config, strategy=replace(config.strategy, name=strategy, offload=offload),
-        model=replace(config.model, activation_checkpointing=checkpointing), batch=replace(batch, micro_rows=rows),
-        adapter=replace(config.adapter, name=adapter), optimizer=replace(config.optimizer, name=optimizer),
-        precision=replace(config.precision, name=precision))
-    return candidate, words
+        model=replace(config.model, activation_checkpointing=checkpointing),
+        batch=replace(config.batch, micro_rows=micro_rows), adapter=replace(config.adapter, name=adapter),
+        optimizer=replace(config.optimizer, name=optimizer), precision=replace(config.precision, name=precision))
 
 
 def _evaluate(candidate, words, plan, gpu=None):

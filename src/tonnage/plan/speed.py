@@ -260,8 +260,8 @@ def _offload_s(job, gpu, base_bytes):
     """
     if job.offload == "none":
         return 0.0, 0.0, 0.0
-    link, trained = gpu.host_link_gb_s * 1e9 * HOST_LINK_FRACTION, job.trained_parameters / job.gpus
-    frozen = 0 if job.trains_all else job.architecture.num_parameters / job.gpus
+    link, trained = gpu.host_link_gb_s * 1e9 * HOST_LINK_FRACTION, job.trained_parameters / job.shard_gpus
+    frozen = 0 if job.trains_all else job.architecture.num_parameters / job.shard_gpus
     host_s = (trained * min(job.gpus, job.gpus_per_node) * OPTIMIZER_BYTES[job.optimizer] / (HOST_MEMORY_GB_S * 1e9))
     if job.offload == "optimizer":
         return 0.0, trained * (REDUCE_BYTES + 2) / link, host_s

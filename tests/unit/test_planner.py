@@ -1,0 +1,146 @@
+"""Plans, verdicts, remedies, tables: what they say is right by arithmetic, or by the rules of a run."""
+
+import dataclasses
+import math
+
+import pytest
+import yaml
+
+from tonnage.config.compose import compose_config
+from tonnage.config.rules import resolve_layout
+from tonnage.data.windows import cut_window
+from tonnage.errors import ConfigError
+from tonnage.facts.gpus import GPUS
+from tonnage.facts.models import MODELS
+from tonnage.plan import tables, text
+from tonnage.plan.planner import MOST_MICRO_TOKENS, architecture_of, make_plan, plan_layout
+from tonnage.plan.search import remedies, search
+from tonnage.plan.verdict import DOES_NOT_FIT, FITS, TIGHT, verdict
+
+GIB = 2**30
+
+
+def planned(*overrides):
+    config = compose_config(overrides)
+    gpu, architecture = GPUS[config.gpu.name], architecture_of(config)
+    return config, make_plan(config, plan_layout(config, architecture, gpu), architecture, gpu)
+
+
+@pytest.mark.parametrize("share, expected", [(0.5, FITS), (0.83, FITS), (0.84, TIGHT), (0.945, TIGHT),
+                                             (0.95, DOES_NOT_FIT)])
+def test_the_verdict_follows_the_measured_frontier(share, expected):
+    assert verdict(share * 80 * GIB, 80.0) == expected
+
+
+@pytest.mark.parametrize("strategy, bytes_a_parameter", [("ddp", 4 + 8), ("fsdp", (4 + 8) / 8), ("zero1", 2 + 12 / 8),
+                                                         ("zero2", 2 + 12 / 8), ("zero3", 14 / 8)])
+def test_states_at_rest_are_those_of_the_literature(strategy, bytes_a_parameter):
+    """arXiv 1910.02054, table 1, with fp32 masters only where an engine keeps no bf16 copy."""
+    _, plan = planned("model=llama8b", "adapter=full", f"strategy={strategy}", "gpus=8", "gpu=h100", "batch.micro_rows=1",
+                      "batch.global_rows=8")
+    step = plan.memory.phases["step"]
+    at_rest = sum(size for name, size in step.items() if name in ("weights", "fp32 weights", "optimizer states"))
+    assert at_rest == pytest.approx(bytes_a_parameter * MODELS["llama8b"].architecture.num_parameters)
+
+
+def test_accumulating_costs_an_adapter_nothing_and_full_training_its_gradients():
+    def peak(adapter, rows):
+        return planned("model=llama8b", f"adapter={adapter}", "strategy=fsdp", "gpus=8", "gpu=h200", "batch.micro_rows=1",
+                       f"batch.global_rows={rows}")[1].memory.peak_bytes
+
+    lora, full = (peak(adapter, 64) / peak(adapter, 8) for adapter in ("lora", "full"))
+    assert 1 <= lora < 1.02
+    gradients = 4 * MODELS["llama8b"].architecture.num_parameters / 8
+    assert 0 < peak("full", 64) - peak("full", 8) <= gradients and full > 1.02
+
+
+def test_auto_takes_the_least_sharding_that_fits_and_the_largest_micro_batch_within_the_limit():
+    assert planned("model=llama8b", "gpus=8", "gpu=h100")[1].layout.strategy == "ddp"
+    assert planned("model=llama70b", "gpus=8", "gpu=h100")[1].layout.strategy == "fsdp"
+    assert planned("model=llama70b", "gpus=16", "gpu=h100")[1].layout.strategy == "hsdp"
+    _, plan = planned("model=llama8b", "gpus=8", "gpu=h100")
+    assert plan.job.micro_tokens == MOST_MICRO_TOKENS
+    assert planned("model=llama8b", "gpus=8", "gpu=h100", "batch.micro_rows=3")[1].layout.cut.micro_rows == 3
+
+
+def test_what_does_not_fit_comes_with_overrides_that_do():
+    overrides = ("model=llama8b", "adapter=full", "gpu=h100", "gpus=1")
+    config, plan = planned(*overrides)
+    assert plan.verdict == DOES_NOT_FIT
+    advice = remedies(config, plan)
+    assert len(advice) >= 3
+    for one in advice:
+        again = planned(*overrides, *one.override.split())[1]  # as a user pastes it
+        assert again.verdict == FITS and again.memory.peak_bytes / GIB == pytest.approx(one.peak_gib)
+
+
+def test_a_search_ranks_what_fits_and_proposes_only_what_the_rules_accept():
+    config, plan = planned("model=qwen7b", "adapter=full", "gpu=a100_80gb", "gpus=4")
+    found = search(config, plan)
+    speeds = [one.tokens_per_s for one in found.fitting if one.verdict == FITS]
+    assert speeds == sorted(speeds, reverse=True) and found.failing
+    for one in found.fitting[:5] + found.fitting[-5:]:
+        candidate = compose_config(["model=qwen7b", "adapter=full", "gpu=a100_80gb", "gpus=4", *one.override.split()])
+        layout = resolve_layout(candidate, 4, "cuda", 4, False)
+        assert one.override == "" or layout.cut.global_rows == 128
+
+
+def test_unknown_arithmetic_gives_no_speed_and_unknown_prices_no_cost():
+    config = compose_config(["model=llama7b", "gpu=other", "gpu.memory_gib=48"])
+    from tonnage.facts.gpus import gpu_of
+
+    gpu, architecture = gpu_of("other", 48.0), architecture_of(config)
+    plan = make_plan(config, plan_layout(config, architecture, gpu), architecture, gpu)
+    assert plan.speed is None and "not known" in text.describe(config, plan)
+
+
+def test_a_model_folder_is_planned_by_its_config_and_a_missing_one_refused(tmp_path):
+    import json
+
+    (tmp_path / "config.json").write_text(json.dumps(MODELS["mixtral8x7b"].hf_config))
+    config, plan = planned("model=custom", f"model.path={tmp_path}", "gpu=h200", "gpus=8")
+    named = planned("model=mixtral8x7b", "gpu=h200", "gpus=8")[1]
+    assert plan.memory == named.memory
+    (tmp_path / "config.json").unlink()
+    with pytest.raises(ConfigError, match="config.json"):
+        planned("model=custom", f"model.path={tmp_path}", "gpu=h200")
+
+
+def test_host_memory_grows_with_what_is_offloaded():
+    here = planned("model=llama8b", "adapter=full", "gpu=h100", "gpus=8", "strategy=zero2")[1].host
+    offloaded = planned("model=llama8b", "adapter=full", "gpu=h100", "gpus=8", "strategy=zero2",
+                        "strategy.offload=optimizer")[1].host
+    assert offloaded.memory_gib - here.memory_gib == pytest.approx(16 * 8.03e9 / GIB, rel=0.01)
+    assert here.checkpoint_gib == pytest.approx(12 * 8.03e9 / GIB, rel=0.01)
+
+
+# ---- the accumulation tables
+
+ROWS = {model: [tables.Row(*row) for row in yaml.load((tables.FOLDER / f"{model}.yaml").read_text(),
+                                                      Loader=yaml.CSafeLoader)["rows"]]
+        for model in tables.table_models()}
+
+
+def test_there_is_a_table_for_every_model_from_7b_on():
+    assert sorted(path.stem for path in tables.FOLDER.glob("*.yaml")) == sorted(tables.table_models())
+    assert "llama7b" in ROWS and "deepseek671b" in ROWS and all(ROWS.values())
+
+
+@pytest.mark.parametrize("model", sorted(ROWS))
+def test_every_row_of_a_table_is_what_the_planner_says(model):
+    fields = [field.name for field in dataclasses.fields(tables.Row)]
+    lines = (tables.FOLDER / f"{model}.yaml").read_text()
+    assert f"columns: [{', '.join(fields)}]" in lines
+    assert tables.table_text(model) == lines, f"conf/tables/{model}.yaml: run python launch/plan.py --tables"
+
+
+@pytest.mark.parametrize("model", sorted(ROWS))
+def test_every_row_makes_exactly_the_asked_global_batch_and_fits(model):
+    for row in ROWS[model]:
+        assert row.rows_per_step == 128
+        micros = cut_window([1] * row.rows_per_step, row.gpus, row.micro_rows)
+        rows = [index for share in micros for micro in share for index in micro]
+        assert sorted(rows) == list(range(128)), row
+        assert max(len(share) for share in micros) == row.accumulation_steps == math.ceil(
+            math.ceil(128 / row.gpus) / row.micro_rows), row
+        assert verdict(row.peak_gib * GIB, GPUS[row.gpu].memory_gib) == FITS, row
