@@ -8,7 +8,8 @@ import pytest
 
 from tonnage.facts.gpus import GPUS
 from tonnage.facts.shapes import is_stand_in, shape_of
-from tonnage.plan.published import PROFILES, Published, counts, predictable, published, rows
+from tonnage.plan.profiles import PROFILES, TRAITS
+from tonnage.plan.published import Published, counts, predictable, published, rows
 
 BY_ID = {row.id: row for row in rows()}
 
@@ -78,7 +79,8 @@ def test_shapes_have_the_published_number_of_parameters():
 
 def test_all_that_is_mapped_is_named():
     for found in published():
-        assert found.profile in PROFILES and found.logits in ("plain", "fused_ce", "chunked", "none")
+        assert found.profile in PROFILES and set(found.traits) <= set(TRAITS)
+        assert found.logits in ("plain", "fused_ce", "chunked", "none")
         assert found.gpu is None or found.gpu in GPUS
         assert found.job.gpus % found.job.gpus_per_node == 0 and found.job.micro_rows >= 1
         assert all(value is not None for value in dataclasses.asdict(found.job).values())

@@ -135,6 +135,11 @@ class Style:
         flash: the attention kernel never holds [tokens, tokens]. `masked`: it is given a mask, so keys and values
             are repeated for all heads.
         dequantised_weight: a linear unpacks its weight, in forward and again in backward.
+        dropout: the adapter's input goes through dropout: a copy for each adapted matrix, and a mask.
+        fused_adapter: adapter and base are one function, which saves its input besides and no mask.
+        reentrant: checkpointing holds the recomputed output while it goes backward.
+        stream_bytes: of one number between layers; 0 is compute_bytes.
+        inputs_on_host: checkpointed inputs are moved to the host, all but so many on their way; 0: they are not.
     """
 
     compute_bytes: int = 2
@@ -148,6 +153,11 @@ class Style:
     flash: bool = True
     masked: bool = False
     dequantised_weight: bool = False
+    dropout: bool = False
+    fused_adapter: bool = False
+    reentrant: bool = False
+    stream_bytes: int = 0
+    inputs_on_host: int = 0
 
 
 def layer_tape(architecture: Architecture, i: int, rows: int, seq_tokens: int, style: Style) -> Tape:
@@ -195,7 +205,8 @@ class _Writer:
         adapted = name in style.adapted
         base = f"{output}.base" if adapted else output
         unpacked = inputs * outputs * self.c if style.dequantised_weight else 0
-        tape.add(base, self.of(outputs), x, saves=(x,) if style.trains_base else (), forward_temporary=unpacked,
+        saves_input = style.trains_base or (adapted and style.fused_adapter)
+        tape.add(base, self.of(outputs), x, saves=(x,) if saves_input else (), forward_temporary=unpacked,
                  backward_temporary=unpacked,
                  weight=inputs * outputs * style.weight_gradient_bytes if style.trains_base else 0)
         if not adapted:
@@ -203,6 +214,9 @@ class _Writer:
         narrow = self.tokens * style.adapter_bytes
         if style.adapter_bytes != self.c:
             x = tape.add(f"{output}.input", narrow * inputs, x)
+        if style.dropout:
+            tape.sizes[f"{output}.mask"] = 0 if style.fused_adapter else self.tokens * inputs
+            x = tape.add(f"{output}.dropped", narrow * inputs, x, saves=(f"{output}.mask",))
         tape.add(f"{output}.A", narrow * style.rank, x, saves=(x,))
         tape.add(f"{output}.B", narrow * outputs, f"{output}.A", saves=(f"{output}.A",))
         tape.add(f"{output}.scaled", narrow * outputs, f"{output}.B")

@@ -13,27 +13,6 @@ from importlib.resources import files
 from tonnage.facts.shapes import is_stand_in, shape_of
 from tonnage.plan.job import Job
 
-# What a framework keeps, by profile. Bytes are per parameter and rank-independent, before any sharding; w/g/o are
-# weights, gradients, optimizer states. "+adapter" is what is kept of LoRA's matrices beside a frozen bf16 (or
-# quantised) base. Which loss is used is `Published.logits`, and is independent of these.
-PROFILES = {
-    "hf_pure_bf16": "weights, gradients, Adam's moments all bf16: 2w + 2g + 4o; foreach AdamW holds 2 more in the step",
-    "hf_fsdp_mixed": "FSDP1 by accelerate >= 0.30: flat weights, gradients and moments fp32: 4w + 4g + 8o, "
-                     "foreach AdamW 4 more in the step; bf16 copies are gathered",
-    "hf_lora": "transformers and peft: frozen bf16 base; adapter fp32: 4w + 4g + 8o; inputs of checkpointed layers "
-               "keep their gradients alive under FSDP1",
-    "hf_qlora": "as hf_lora over a 4-bit base (bitsandbytes NF4 or GPTQ): linear layers quantised, embedding and head "
-                "bf16",
-    "fsdp_qlora": "Answer.AI fsdp_qlora: NF4 (or bf16) base stored and gathered as bf16, adapter bf16: 2w + 2g + 4o",
-    "litgpt_bf16_true": "all bf16, base frozen; adapter 2w + 2g + 4o; head and loss in chunks of 128 tokens",
-    "torchtune_bf16": "all bf16 (adapter too): 2w + 2g + 4o; loss in 8 chunks",
-    "automodel_bf16": "NeMo AutoModel: model loaded in bf16, so all bf16: 2w + 2g + 4o",
-    "fsdp2_fp32_master": "torchtitan: fp32 shards, 4w + 4g + 8o; bf16 gathered and computed, gradients reduced in fp32",
-    "fsdp1_fp32_master": "llm-foundry, fms-fsdp: fp32 flat shards, 4w + 4g + 8o; bf16 gathered and computed",
-    "deepspeed_zero": "DeepSpeed bf16: 2w + 2g (fp32 sums at stage 1 to 3) + 12o: fp32 master and moments; frozen "
-                      "weights only sharded at stage 3",
-    "colossal_zero": "ColossalAI low-level ZeRO: 2w + 2g + 12o",
-}
 _TARGETS = {
     "q,k,v,o": ("q_proj", "k_proj", "v_proj", "o_proj"),
     "q,v": ("q_proj", "v_proj"),
@@ -105,7 +84,8 @@ class Row:
 class Published:
     """A row that can be predicted: its job, and what a job of Tonnage's own never has.
 
-    `network_gb_s` is one way between nodes, per GPU. `profile` is a name of PROFILES. `base` is the form of a frozen
+    `network_gb_s` is one way between nodes, per GPU. `profile` is a name of plan.profiles.PROFILES,
+    `traits` are names of TRAITS there. `base` is the form of a frozen
     base: bf16, nf4 (4.5 bits), nf4_dq (4.127 bits) or gptq4. `logits`: plain (HF: bf16, and fp32 copies), fused_ce (a
     kernel on whole bf16 logits), chunked (`job.loss_chunk_tokens` at a time), none (never held: Liger, cut
     cross-entropy).
@@ -120,6 +100,7 @@ class Published:
     logits: str
     seq_is_longest: bool
     is_stand_in: bool
+    traits: tuple[str, ...] = ()
 
     @property
     def predicts_memory(self) -> bool:
@@ -203,7 +184,8 @@ def predictable(row: Row) -> Published | str:
     network = re.search(r"(\d+) ?Gbps node-node", row.notes)
     return Published(row=row, job=job, gpu=_GPUS.get(row.gpu), profile=_profile(row, adapter, strategy), base=_base(row),
                      network_gb_s=int(network[1]) / 8 / _GPUS_PER_NODE if network else None, logits=logits,
-                     seq_is_longest=length[2] is not None, is_stand_in=is_stand_in(row.model))
+                     seq_is_longest=length[2] is not None, is_stand_in=is_stand_in(row.model),
+                     traits=_traits(row, architecture))
 
 
 def _adapter(row):
@@ -262,6 +244,22 @@ def _profile(row, adapter, strategy):
         return "hf_qlora" if row.method.startswith("qlora") else "hf_lora"
     pure = strategy == "ddp" or "pure" in row.precision  # on one GPU nothing makes an fp32 copy of bf16 weights
     return "hf_pure_bf16" if pure else "hf_fsdp_mixed"
+
+
+def _traits(row, architecture):
+    """What the row's versions and options change of its profile, by names of plan.profiles.TRAITS."""
+    settings = re.search(r"framework_config=([a-z-]+)", row.notes)
+    settings = settings[1] if settings else ""
+    is_old = row.id.startswith("fmsacc-liger")  # transformers 4.45.2, refs/requirements_liger.txt
+    found = {
+        "fused kernels": "foak" in settings or "liger" in row.fused_loss,
+        "fused adapter": "bnb-foak" in settings,
+        "autocast": "bf16 autocast" in row.precision or "fp16 autocast" in row.precision,
+        "logits let go": is_old or row.source.startswith("Liger-Kernel"),
+        "repeated keys": is_old and architecture.model_type == "mistral",
+        "fp32 stream": settings == "baseline-peft-bnb" and row.world == 1,
+    }
+    return tuple(name for name, applies in found.items() if applies)
 
 
 def published(has=lambda row: True) -> list[Published]:

@@ -44,6 +44,10 @@ class Spread:
     root: Unit = Unit()
     step: float = 0.0
     save: float = 0.0
+    flat: bool = False
+    root_gradient: float = 0.0
+    keeps_input_gradients: bool = False
+    prefetches: bool = True
 
 
 def spread_of(job: Job) -> Spread:
@@ -56,7 +60,8 @@ def trained_sizes(job: Job) -> tuple[list[int], int, int, int]:
     a = job.architecture
     if not job.trains_all:
         return list(job.adapter_parameters), 0, 0, 0
-    return [a.layer_parameters(i).total for i in range(a.num_layers)], a.embedding_parameters, a.head_parameters, a.final_norm
+    layers = [a.layer_parameters(i).total for i in range(a.num_layers)]
+    return layers, a.embedding_parameters, a.head_parameters, a.final_norm
 
 
 def _fsdp(job):
@@ -73,9 +78,9 @@ def _fsdp(job):
 
     if managed:
         units = tuple(unit(*sizes) for sizes in zip(all_layers, layers, strict=True))
-        tied = a.tied_embeddings
         outside = (unit(a.embedding_parameters, embedding), unit(a.head_parameters, head), unit(a.final_norm, norm))
-        embedding, head, root = (Unit(), Unit(), unit(a.embedding_parameters + a.final_norm, embedding + norm)) if tied else outside
+        together = (Unit(), Unit(), unit(a.embedding_parameters + a.final_norm, embedding + norm))
+        embedding, head, root = together if a.tied_embeddings else outside
     else:
         units = (Unit(),) * a.num_layers
         embedding, head, root = Unit(), Unit(), Unit(c * trained, c * trained, MASTER * trained)

@@ -1,8 +1,8 @@
 """Whether a predicted peak fits a GPU, by what has been measured on GPUs.
 
-A prediction counts tensors. Beside them lie the CUDA context (0.5 to 0.9 GiB), the communicators (about 1.5 GiB on more than one
-GPU) and what the caching allocator cannot reuse, which grows with the peak. In 216 published runs on A100-80GB, each
-with a prediction of allocated memory, all below 0.83 of the memory that torch sees ran and all above 0.945 died.
+A prediction counts tensors. Beside them lie the CUDA context (0.5 to 0.9 GiB), the communicators (about 1.5 GiB on more
+than one GPU) and what the caching allocator cannot reuse, which grows with the peak. In 216 published runs on A100-80GB,
+each with a prediction of allocated memory, all below 0.83 of the memory that torch sees ran and all above 0.945 died.
 Source: IBM fms-acceleration benchmark CSVs (rows fmsacc-* of facts/published.csv); context and communicators:
 https://github.com/stas00/ml-engineering, training/performance.
 """
