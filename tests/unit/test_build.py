@@ -10,7 +10,8 @@ from tonnage.facts.models import MODELS
 from tonnage.models import build
 
 SMALL = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32,
-         "vocab_size": 128, "num_attention_heads": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "first_k_dense_replace": 1, "n_group": 2,
+         "vocab_size": 128, "num_attention_heads": 4, "n_routed_experts": 4, "num_experts_per_tok": 2,
+         "first_k_dense_replace": 1, "n_group": 2,
          "topk_group": 1, "q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
          "v_head_dim": 16, "num_key_value_heads": 4}
 

@@ -137,6 +137,9 @@ class Style:
         dequantised_weight: a linear unpacks its weight, in forward and again in backward.
         dropout: the adapter's input goes through dropout: a copy for each adapted matrix, and a mask.
         fused_adapter: adapter and base are one function, which saves its input besides and no mask.
+        fused_qkv: queries, keys and values are views of one product, which the values keep alive; its adapter is one, and
+            put in its place by index_copy, which saves it.
+        saves_inputs: the product with a quantised matrix saves its input, trained or not.
         reentrant: checkpointing holds the recomputed output while it goes backward.
         stream_bytes: of one number between layers; 0 is compute_bytes.
         inputs_on_host: checkpointed inputs are moved to the host, all but so many on their way; 0: they are not.
@@ -155,6 +158,8 @@ class Style:
     dequantised_weight: bool = False
     dropout: bool = False
     fused_adapter: bool = False
+    fused_qkv: bool = False
+    saves_inputs: bool = False
     reentrant: bool = False
     stream_bytes: int = 0
     inputs_on_host: int = 0
@@ -163,9 +168,9 @@ class Style:
 def layer_tape(architecture: Architecture, i: int, rows: int, seq_tokens: int, style: Style) -> Tape:
     """The tape of layer i for `rows` rows of `seq_tokens` tokens; its input is `x`."""
     writer = _Writer(architecture, i, rows, seq_tokens, style)
-    attended = writer.attention(writer.norm("x", "input_norm", architecture.hidden))
-    hidden = writer.residual("x", attended, "x2")
-    return writer.finish(hidden)
+    normed = writer.norm("x", "input_norm", architecture.hidden)
+    hidden = writer.residual("x", writer.attention(normed), "x2")
+    return writer.side_by_side(normed, hidden) if architecture.is_gpt else writer.finish(hidden)
 
 
 class _Writer:
@@ -185,7 +190,7 @@ class _Writer:
     def norm(self, x, name, width):
         """RMSNorm as transformers writes it: in fp32, cast back, times the weight."""
         tape, saves_input = self.tape, self.style.trains_base
-        if self.style.fused_norm:
+        if self.style.fused_norm or self.a.is_gpt:
             return tape.add(name, self.of(width), x, saves=(x,))
         wide = self.tokens * width * 4
         if self.c != 4:
@@ -205,7 +210,7 @@ class _Writer:
         adapted = name in style.adapted
         base = f"{output}.base" if adapted else output
         unpacked = inputs * outputs * self.c if style.dequantised_weight else 0
-        saves_input = style.trains_base or (adapted and style.fused_adapter)
+        saves_input = style.trains_base or style.saves_inputs or (adapted and style.fused_adapter)
         tape.add(base, self.of(outputs), x, saves=(x,) if saves_input else (), forward_temporary=unpacked,
                  backward_temporary=unpacked,
                  weight=inputs * outputs * style.weight_gradient_bytes if style.trains_base else 0)
@@ -227,6 +232,25 @@ class _Writer:
         tape.add(f"{output}.sum", size, base, f"{output}.scaled")
         return tape.add(output, self.of(outputs), f"{output}.sum")
 
+    def fused(self, x):
+        """Queries and keys after rotary embeddings, and the product of which the values are a view, with litgpt's adapter.
+
+        Source: Lightning-AI/litgpt at 8641822, lit_gpt/lora.py LoRAQKVLinear, lit_gpt/model.py CausalSelfAttention.
+        """
+        tape, style, (inputs, _) = self.tape, self.style, self.shapes["self_attn.q_proj"]
+        widths = {name: self.shapes[f"self_attn.{name}_proj"][1] for name in "qkv"}
+        adapted = [name for name in "qkv" if f"self_attn.{name}_proj" in style.adapted]
+        total = self.of(sum(widths.values()))
+        tape.add("qkv.base", total, x, saves=(x,) if style.trains_base or style.saves_inputs else ())
+        tape.sizes["qkv.mask"] = self.tokens * inputs
+        tape.add("qkv.dropped", self.of(inputs), x, saves=("qkv.mask",))
+        tape.add("qkv.A", self.of(style.rank * len(adapted)), "qkv.dropped", saves=("qkv.dropped",))
+        tape.add("qkv.B", self.of(sum(widths[name] for name in adapted)), "qkv.A", saves=("qkv.A",))
+        tape.add("qkv.placed", total, "qkv.B", saves=("qkv.B",), forward_temporary=total)
+        tape.add("qkv.scaled", total, "qkv.placed")
+        qkv = tape.add("qkv", total, "qkv.base", "qkv.scaled", passes=True)
+        return tape.add("q", self.of(widths["q"]), qkv), tape.add("k", self.of(widths["k"]), qkv), qkv
+
     def rope(self, x, width):
         """x * cos + rotate_half(x) * sin."""
         size, tape, name = self.of(width), self.tape, f"{x}.rope"
@@ -240,7 +264,10 @@ class _Writer:
     def attention(self, x):
         """From the normed input to the output projection."""
         a = self.a
-        if a.is_mla:
+        if self.style.fused_qkv:
+            query_width = value_width = a.num_heads * a.head_dim
+            q, k, v = self.fused(x)
+        elif a.is_mla:
             q, k, v = self.latent(x)
             query_width, value_width = a.num_heads * (a.qk_nope_head_dim + a.qk_rope_head_dim), a.num_heads * a.v_head_dim
         else:
@@ -323,6 +350,16 @@ class _Writer:
         weighted = tape.add("weighted", pairs * a.hidden, down, scores, saves=(down, scores))
         ordered = tape.add("ordered", pairs * a.hidden, weighted)
         return tape.add("routed", self.of(a.hidden), ordered)
+
+    def side_by_side(self, normed, hidden):
+        """The MLP of a layer whose attention and MLP both work on its input."""
+        tape = self.tape
+        if self.a.norms_per_layer > 1:
+            normed = self.norm("x", "post_norm", self.a.hidden)
+        wide = self.linear(normed, "mlp.fc1")
+        out = self.linear(tape.add("mlp.act", tape.sizes[wide], wide, saves=(wide,)), "mlp.fc2")
+        self.residual(hidden, out, "y")
+        return tape
 
     def finish(self, hidden):
         """The second half of the layer."""

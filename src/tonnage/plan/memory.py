@@ -46,11 +46,13 @@ def style_of(job: Job) -> Style:
 
 @dataclass(frozen=True)
 class LossBytes:
-    """Bytes of head and loss: most alive in `forward`, most alive in `backward` of both, and what remains after it."""
+    """Bytes of head and loss: most alive in `forward`, most alive in `backward` of both, what remains `after` it, and what
+    is `kept` until the backward of layers ends."""
 
     forward: float
     backward: float
     after: float
+    kept: float = 0.0
 
 
 VOCAB_BLOCK = 16384  # train/loss.py forms a trained head's gradient for that many words at a time
@@ -118,7 +120,7 @@ def assemble(job: Job, style: Style, spread: Spread, loss: LossBytes) -> Memory:
               end | {"gradients before they are reduced": head.gradient + head.reduced, "logits and loss": loss.after}]
 
     backward, above, reducing = [], spread.head.reduced, spread.head.reduced
-    held_root = held_root | {"gradients outside of layers": spread.root_gradient}
+    held_root = held_root | {"gradients outside of layers": spread.root_gradient, "logits and loss": loss.kept}
     for i in reversed(range(a.num_layers)):
         layer, unit = layers[i], spread.layers[i]
         ahead = spread.prefetches * (spread.layers[i - 1].whole if i else spread.embedding.whole)
@@ -132,7 +134,8 @@ def assemble(job: Job, style: Style, spread: Spread, loss: LossBytes) -> Memory:
             "one layer again, backward" if checkpointed else "one layer's backward":
                 layer.backward + (checkpointed and style.reentrant) * between,
             "gradients before they are reduced": reducing})
-        backward.append(here | {"gathered": ahead, "one layer again, backward": 2 * boundary,
+        still = unit.whole if spread.flat else 0.0  # weights are views of what the gradients are concatenated for
+        backward.append(here | {"gathered": still + ahead, "one layer again, backward": 2 * boundary,
                                 "gradients before they are reduced": unit.gradient + unit.reduced})
         above, reducing = above + unit.reduced, 0.0 if spread.flat else unit.reduced
     outside = spread.embedding if spread.embedding.whole else spread.root

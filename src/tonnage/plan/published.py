@@ -109,8 +109,10 @@ class Published:
 
     @property
     def predicts_speed(self) -> bool:
-        """Whether the speed of `job` is that of the row: every sample as long as stated, on a GPU of the table."""
-        return self.row.tok_per_s_per_gpu is not None and self.gpu is not None and not self.seq_is_longest
+        """Whether the speed of `job` is that of the row: every sample as long as stated, on a GPU of the table, and nothing
+        moved that a job does not move."""
+        moves = {"inputs on host", "step in backward"} & set(self.traits)
+        return self.row.tok_per_s_per_gpu is not None and self.gpu is not None and not self.seq_is_longest and not moves
 
 
 @cache
@@ -158,9 +160,8 @@ def predictable(row: Row) -> Published | str:
         ("lengths vary and the longest is not known", not length or "short" in row.seq_len or "unpacked)" in row.seq_len
          or "unpacked alpaca" in row.seq_len),
         ("micro-batch not stated per GPU", not micro),
-        ("activation checkpointing not stated, selective or offloaded", not _checkpointing(row)),
-        ("optimizer is not one of Tonnage's, or steps within backward",
-         re.search(r"backward|Muon|precision-aware|K=12", row.optimizer) or "opt-in-backward" in row.notes),
+        ("activation checkpointing not stated or selective", not _checkpointing(row)),
+        ("optimizer is not one of Tonnage's", re.search(r"Muon|precision-aware|K=12", row.optimizer)),
     )
     for reason, applies in reasons:
         if applies:
@@ -180,7 +181,7 @@ def predictable(row: Row) -> Published | str:
         attention="eager" if row.attn.startswith("eager") else "flash" if "flash" in row.attn or "fa" in row.attn
         else "sdpa",
         loss="plain" if logits in ("plain", "fused_ce") else "chunked", loss_chunk_tokens=chunk_tokens,
-        compile="compile" in row.precision.replace("no compile", "") or "compile on" in row.notes)
+        compile=_compiled(row))
     network = re.search(r"(\d+) ?Gbps node-node", row.notes)
     return Published(row=row, job=job, gpu=_GPUS.get(row.gpu), profile=_profile(row, adapter, strategy), base=_base(row),
                      network_gb_s=int(network[1]) / 8 / _GPUS_PER_NODE if network else None, logits=logits,
@@ -200,14 +201,18 @@ def _base(row):
         return "bf16"
     if "gptq" in row.method:
         return "gptq4"
-    # IBM's benchmark and QLoRA's own settings quantise the scales too
-    return "nf4_dq" if re.search("dq", row.method, re.I) or row.id.startswith("fmsacc") else "nf4"
+    # IBM's benchmark, QLoRA's own settings and torchao (dtypes/nf4tensor.py) quantise the scales too
+    return "nf4_dq" if re.search("dq|torchao", row.method, re.I) or row.id.startswith("fmsacc") else "nf4"
 
 
 def _checkpointing(row):
     if row.act_ckpt.startswith("none"):
         return "none"
-    return "full" if row.act_ckpt.startswith("full") and "offload" not in row.act_ckpt else None
+    return "full" if row.act_ckpt.startswith("full") else None
+
+
+def _compiled(row):
+    return "compile" in row.precision.replace("no compile", "") or bool(re.search("compile on|, compile,", row.notes))
 
 
 def _strategy(row):
@@ -258,6 +263,10 @@ def _traits(row, architecture):
         "logits let go": is_old or row.source.startswith("Liger-Kernel"),
         "repeated keys": is_old and architecture.model_type == "mistral",
         "fp32 stream": settings == "baseline-peft-bnb" and row.world == 1,
+        "compiled": _compiled(row),
+        "inputs on host": "offload" in row.act_ckpt,
+        "step in backward": "backward" in row.optimizer or "opt-in-backward" in row.notes,
+        "states on host": row.optimizer.startswith("Paged"),
     }
     return tuple(name for name, applies in found.items() if applies)
 
@@ -265,6 +274,16 @@ def _traits(row, architecture):
 def published(has=lambda row: True) -> list[Published]:
     """The predictable rows among those that `has` accepts."""
     return [found for row in rows() if has(row) and isinstance(found := predictable(row), Published)]
+
+
+def group_of(found: Published) -> tuple[str, str]:
+    """(source, model family): rows of one group are alike, so that a group is fitted or untouched as a whole."""
+    return found.row.source, found.job.architecture.model_type
+
+
+def is_fitted(group: tuple[str, str], groups: list[tuple[str, str]]) -> bool:
+    """Every second group in the order of their names, from the first, is fitted on."""
+    return sorted(groups).index(group) % 2 == 0
 
 
 def counts() -> dict[str, Counter]:

@@ -13,7 +13,7 @@ from statistics import median
 
 from tonnage.facts.gpus import GPUS, Gpu
 from tonnage.plan.job import Job, is_adapted
-from tonnage.plan.published import Published, Row, published
+from tonnage.plan.published import Row, group_of, is_fitted, published
 
 NETWORK_GB_S = 50.0  # one 400 Gb/s InfiniBand port a GPU. Source: NVIDIA DGX H100 data sheet
 
@@ -288,16 +288,6 @@ class Comparison:
     def factor(self) -> float:
         """How far apart, at least 1."""
         return max(self.predicted / self.measured, self.measured / self.predicted)
-
-
-def group_of(found: Published) -> tuple[str, str]:
-    """(source, model family): rows of one group are alike, so that a group is fitted or untouched as a whole."""
-    return found.row.source, found.job.architecture.model_type
-
-
-def is_fitted(group: tuple[str, str], groups: list[tuple[str, str]]) -> bool:
-    """Every second group in the order of their names, from the first, is fitted on."""
-    return sorted(groups).index(group) % 2 == 0
 
 
 def compare() -> list[Comparison]:
