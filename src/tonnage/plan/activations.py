@@ -140,6 +140,10 @@ class Style:
         fused_qkv: queries, keys and values are views of one product, which the values keep alive; its adapter is one, and
             put in its place by index_copy, which saves it.
         saves_inputs: the product with a quantised matrix saves its input, trained or not.
+        fused_mlp: activation and product of a gated MLP are one kernel, which saves its two inputs.
+        looped_experts: routed experts one after another, as transformers below 5 has them.
+        checkpoints_parts: norms, attention and MLP are checkpointed one by one, so that a layer keeps four inputs, and one
+            part at a time is computed again.
         reentrant: checkpointing holds the recomputed output while it goes backward.
         stream_bytes: of one number between layers; 0 is compute_bytes.
         inputs_on_host: checkpointed inputs are moved to the host, all but so many on their way; 0: they are not.
@@ -160,6 +164,9 @@ class Style:
     fused_adapter: bool = False
     fused_qkv: bool = False
     saves_inputs: bool = False
+    fused_mlp: bool = False
+    looped_experts: bool = False
+    checkpoints_parts: bool = False
     reentrant: bool = False
     stream_bytes: int = 0
     inputs_on_host: int = 0
@@ -168,6 +175,9 @@ class Style:
 def layer_tape(architecture: Architecture, i: int, rows: int, seq_tokens: int, style: Style) -> Tape:
     """The tape of layer i for `rows` rows of `seq_tokens` tokens; its input is `x`."""
     writer = _Writer(architecture, i, rows, seq_tokens, style)
+    if style.checkpoints_parts:  # the MLP is the fullest part
+        writer.mlp("x", "mlp")
+        return writer.tape
     normed = writer.norm("x", "input_norm", architecture.hidden)
     hidden = writer.residual("x", writer.attention(normed), "x2")
     return writer.side_by_side(normed, hidden) if architecture.is_gpt else writer.finish(hidden)
@@ -322,6 +332,9 @@ class _Writer:
         """SwiGLU: down(silu(gate(x)) * up(x))."""
         width, tape = self.of(self.shapes[f"{module}.gate_proj"][1]), self.tape
         gate, up = self.linear(x, f"{module}.gate_proj"), self.linear(x, f"{module}.up_proj")
+        if self.style.fused_mlp:
+            tape.add(f"{module}.product", width, gate, up, saves=(gate, up))
+            return self.linear(f"{module}.product", f"{module}.down_proj")
         tape.add(f"{module}.act", width, gate, saves=(gate,))
         tape.add(f"{module}.product", width, f"{module}.act", up, saves=(f"{module}.act", up))
         return self.linear(f"{module}.product", f"{module}.down_proj")
@@ -336,6 +349,8 @@ class _Writer:
         probabilities = tape.add("router", self.tokens * a.num_experts * 4, x, saves=(x, "router") if style.trains_base
                                  else ("router",))
         scores = tape.add("scores_of_experts", pairs, probabilities, saves=("scores_of_experts",))
+        if style.looped_experts:
+            return self.experts_in_turn(x, scores, pairs / a.num_experts)
         weight = {name: a.num_experts * math.prod(self.shapes[f"mlp.experts.{name}"])
                   for name in ("gate_up_proj", "down_proj")} if style.trains_base else {}
         gradient = {name: size * style.weight_gradient_bytes for name, size in weight.items()}
@@ -350,6 +365,29 @@ class _Writer:
         weighted = tape.add("weighted", pairs * a.hidden, down, scores, saves=(down, scores))
         ordered = tape.add("ordered", pairs * a.hidden, weighted)
         return tape.add("routed", self.of(a.hidden), ordered)
+
+    def experts_in_turn(self, x, scores, pairs):
+        """Routed experts one by one, each on as many tokens: `pairs` bytes a unit of width; added up in place.
+
+        Source: transformers 4.48 models/mixtral/modeling_mixtral.py, MixtralSparseMoeBlock.forward.
+        """
+        a, tape, style = self.a, self.tape, self.style
+        (_, both), (width, _) = self.shapes["mlp.experts.gate_up_proj"], self.shapes["mlp.experts.down_proj"]
+        weight = a.hidden * width * style.weight_gradient_bytes * style.trains_base
+        unpacked = a.hidden * width * self.c * style.dequantised_weight
+        product = {"weight": weight, "forward_temporary": unpacked, "backward_temporary": unpacked}
+        total = tape.add("routed", self.of(a.hidden), x)
+        for e in range(a.num_experts):
+            chosen = tape.add(f"{e}.chosen", pairs * a.hidden, x)
+            kept = (chosen,) if style.trains_base else ()
+            gate = tape.add(f"{e}.gate", pairs * both / 2, chosen, saves=kept, **product)
+            act = tape.add(f"{e}.act", pairs * width, gate, saves=(gate,))
+            up = tape.add(f"{e}.up", pairs * both / 2, chosen, saves=kept, **product)
+            made = tape.add(f"{e}.product", pairs * width, act, up, saves=(act, up))
+            down = tape.add(f"{e}.down", pairs * a.hidden, made, saves=(made,) if style.trains_base else (), **product)
+            weighted = tape.add(f"{e}.weighted", pairs * a.hidden, down, scores, saves=(down, scores))
+            total = tape.add(f"{e}.routed", self.of(a.hidden), total, weighted)
+        return total
 
     def side_by_side(self, normed, hidden):
         """The MLP of a layer whose attention and MLP both work on its input."""

@@ -91,6 +91,7 @@ def assemble(job: Job, style: Style, spread: Spread, loss: LossBytes) -> Memory:
     checkpointed = job.checkpointing == "full"
     kept = "layer inputs" if checkpointed else "saved activations"
     # a norm that casts its input does not save it
+    between *= 4 if checkpointed and style.checkpoints_parts else 1
     saved = [between if checkpointed else layer.saved + style.fused_norm * boundary for layer in layers]
     if checkpointed and style.inputs_on_host:
         saved = [between if i < style.inputs_on_host else 0.0 for i in range(a.num_layers)]

@@ -20,7 +20,10 @@ Sources, by what they show:
   fabric/plugins/precision/half.py convert_output makes fp32 of logits; bitsandbytes 0.41.1 autograd/_functions.py
   MatMul4Bit saves its input.
 - pytorch/torchtune recipes and modules/loss: logits of 8 chunks in bf16, let go of before backward; training/
-  _activation_offloading.py: five tensors on their way to the host.
+  _activation_offloading.py: five tensors on their way to the host; at 30b8519, when its table was measured,
+  recipes/configs/llama3_1. torchao dtypes/nf4tensor.py: scales are sharded and gathered with the weights.
+- NVIDIA-NeMo/Automodel at b4733bd: components/_transformers/auto_model.py (Liger's kernels by default),
+  components/distributed/parallelizer.py (parts of a layer are checkpointed one by one), components/loss/masked_ce.py.
 """
 
 from dataclasses import dataclass, replace
@@ -51,7 +54,8 @@ class Profile:
         plain, fused_ce: most alive in the loss's forward and in its backward. `chunked`: the same for the logits of
             all chunks, what of these is alive until backward ends, and more for the chunk that is worked on.
         quantised_head: the head is quantised like the layers. `longest_first`: the longest sample is in the first
-            micro-batch.
+            micro-batch. `shards_scales`: those of a quantised matrix, with it. `outside_apart`: embedding and head are
+            units of their own.
         moments_on_host, steps_in_backward: as they say.
         Others as in `plan.activations.Style`.
     """
@@ -72,6 +76,9 @@ class Profile:
     fused_norm: bool = False
     fused_rope: bool = False
     fused_qkv: bool = False
+    fused_mlp: bool = False
+    checkpoints_parts: bool = False
+    looped_experts: bool = False
     repeats_kv: bool = False
     saves_inputs: bool = False
     reentrant: bool = False
@@ -80,12 +87,14 @@ class Profile:
     moments_on_host: bool = False
     steps_in_backward: bool = False
     quantised_head: bool = False
+    shards_scales: bool = False
+    outside_apart: bool = False
     plain: tuple[float, float] = (14, 12)
     fused_ce: tuple[float, float] = (10, 8)
     chunked: tuple[float, float, float, float] = (6, 4, 0, 8)
 
 
-HF = Profile(temporary=2, flat=True, reentrant=True)
+HF = Profile(temporary=2, flat=True, reentrant=True, looped_experts=True)
 HF_ADAPTER = replace(HF, weight=4, gradient=4, moment=4, temporary=4, dropout=True, adapter=4)
 FP32_MASTER = Profile(weight=4, gradient=4, moment=4, temporary=4)
 PROFILES = {
@@ -104,9 +113,11 @@ PROFILES = {
                                 fused_rope=True, fused_qkv=True, dropout=True, saves_inputs=True, quantised_head=True,
                                 chunked=(8, 8, 4, 8)),
     # all bf16, adapters too; logits fp32, and their log-softmax and two gradients
-    "torchtune_bf16": Profile(temporary=2, plain=(8, 12)),
-    # NeMo AutoModel: the model is loaded in bf16 and stays so; bf16 logits are held, labels are shifted instead of them
-    "automodel_bf16": Profile(temporary=2, plain=(10, 14)),
+    "torchtune_bf16": Profile(temporary=2, shards_scales=True, plain=(8, 12)),
+    # NeMo AutoModel: the model is loaded in bf16 and stays so, with Liger's kernels; bf16 logits are held, labels are
+    # shifted instead of them
+    "automodel_bf16": Profile(temporary=2, fused_norm=True, fused_rope=True, fused_mlp=True, checkpoints_parts=True,
+                              plain=(10, 14)),
     # torchtitan: fp32 shards; bf16 gathered and computed; gradients reduced in fp32
     "fsdp2_fp32_master": FP32_MASTER,
     # llm-foundry, fms-fsdp: the same on FSDP1
@@ -118,8 +129,10 @@ PROFILES = {
 }
 # What a row's versions and options change, by the name that `Published.traits` gives it.
 TRAITS = {
-    # Unsloth's kernels for norms and rotary embeddings, in fms-acceleration's "foak" and in Liger's own examples
+    # Unsloth's kernels for norms and rotary embeddings, in fms-acceleration's "foak"
     "fused kernels": {"fused_norm": True, "fused_rope": True},
+    # Liger's own, which fuse the activation of the MLP too
+    "Liger's kernels": {"fused_norm": True, "fused_rope": True, "fused_mlp": True},
     # one autograd function for a quantised matrix and its adapter
     "fused adapter": {"fused_adapter": True},
     # bf16 autocast casts an adapter's input after dropout
@@ -132,6 +145,8 @@ TRAITS = {
     "fp32 stream": {"stream": 4},
     # a compiled norm or loss reads its input once and keeps no fp32 copy
     "compiled": {"fused_norm": True, "fused_rope": True, "plain": (4, 8), "chunked": (2, 2, 0, 2)},
+    # the shipped config has custom_sharded_layers: ['tok_embeddings', 'output']
+    "outside apart": {"outside_apart": True},
     "inputs on host": {"inputs_on_host": 5},
     "step in backward": {"steps_in_backward": True},
     "states on host": {"moments_on_host": True},
@@ -165,6 +180,8 @@ def _style(found, profile):
         adapted=adapted, adapter_bytes=profile.adapter, fused_norm=profile.fused_norm, fused_rope=profile.fused_rope,
         flash=job.attention != "eager", masked=profile.repeats_kv, dequantised_weight=quantised,
         dropout=profile.dropout, fused_adapter=profile.fused_adapter, fused_qkv=profile.fused_qkv,
+        fused_mlp=profile.fused_mlp, looped_experts=profile.looped_experts,
+        checkpoints_parts=profile.checkpoints_parts and job.checkpointing == "full",
         saves_inputs=profile.saves_inputs and quantised, reentrant=profile.reentrant, stream_bytes=profile.stream,
         inputs_on_host=profile.inputs_on_host)
 
@@ -193,9 +210,10 @@ def _frozen(found, profile):
                     for name, (inputs, outputs) in a.linear_shapes(i).items() if name != "mlp.gate")
                 for i in range(a.num_layers)]
     quantised = sum(matrices) + profile.quantised_head * a.vocab * a.hidden
-    width = STORED[found.base] - SCALES[found.base]
+    scales = 0.0 if profile.shards_scales else SCALES[found.base]
+    width = STORED[found.base] - scales
     layers = [width * size + 2 * (a.layer_parameters(i).total - size) for i, size in enumerate(matrices)]
-    return width * quantised + 2 * (a.num_parameters - quantised), layers, SCALES[found.base] * quantised
+    return width * quantised + 2 * (a.num_parameters - quantised), layers, scales * quantised
 
 
 def _states(profile, job):
@@ -226,14 +244,22 @@ def _fsdp(found: Published, profile: Profile) -> Spread:
         return Unit(whole * sharded, max(0.0, made - reduced) if profile.flat or not sharded else made, reduced)
 
     hooked = profile.flat and sharded and not job.trains_all and not whole_units
+    head_gradient = 2 * a.vocab * a.hidden if job.trains_all and not profile.outside_apart else 0.0
     spread = Spread(
         weights=weights, states=_states(profile, job) * trained / n, gradients=share * summed, share=share,
         layers=tuple(unit(whole, size) for whole, size in zip(wholes, layers, strict=True)),
-        root=unit(2 * (a.embedding_parameters + a.head_parameters + a.final_norm), embedding + head + norm),
-        root_gradient=2 * a.vocab * a.hidden * job.trains_all, step=profile.temporary * trained / n,
-        flat=profile.flat or not sharded, keeps_input_gradients=hooked and job.checkpointing == "full",
-        prefetches=not hooked)
+        **_outside(a, profile, unit, (embedding, head, norm)), root_gradient=head_gradient,
+        step=profile.temporary * trained / n, flat=profile.flat or not sharded,
+        keeps_input_gradients=hooked and job.checkpointing == "full", prefetches=not hooked)
     return _elsewhere(spread, profile, job)
+
+
+def _outside(a, profile, unit, trained):
+    """Units of the embedding, the head and the final norm, by their names in a spread."""
+    sizes = {"embedding": a.embedding_parameters, "head": a.head_parameters, "root": a.final_norm}
+    if profile.outside_apart:
+        return {name: unit(2 * size, trains) for (name, size), trains in zip(sizes.items(), trained, strict=True)}
+    return {"root": unit(2 * sum(sizes.values()), sum(trained))}
 
 
 def _elsewhere(spread, profile, job):

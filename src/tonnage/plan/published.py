@@ -257,7 +257,9 @@ def _traits(row, architecture):
     settings = settings[1] if settings else ""
     is_old = row.id.startswith("fmsacc-liger")  # transformers 4.45.2, refs/requirements_liger.txt
     found = {
-        "fused kernels": "foak" in settings or "liger" in row.fused_loss,
+        "fused kernels": "foak" in settings,
+        "Liger's kernels": row.source.startswith("Liger-Kernel") and "liger" in row.fused_loss,
+        "outside apart": row.source == "torchtune README table 1" and row.method == "full" and row.world > 1,
         "fused adapter": "bnb-foak" in settings,
         "autocast": "bf16 autocast" in row.precision or "fp16 autocast" in row.precision,
         "logits let go": is_old or row.source.startswith("Liger-Kernel"),
