@@ -45,6 +45,7 @@ readme: setup
 docs: setup
 	$(PY) -m tonnage.config.docs > docs/config.md
 	$(PY) -m tonnage.facts.docs > docs/models.md
+	$(PY) -m tonnage.plan.validate --plot docs/validate.png
 
 bench-trl: setup
 	$(PY) benchmarks/trl.py

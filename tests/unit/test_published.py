@@ -56,11 +56,12 @@ def test_frameworks_and_losses(name, expected):
 def test_what_is_not_stated_is_a_reason():
     reasons = {"fmsacc-issue12-1": "no sequence length stated", "mbridge-001": "tensor, pipeline",
                "titan-a100-64-8b-selop": "selective", "lora-paper-gpt3-full": "tensor, pipeline",
-               "litgpt-a100-01": "family", "tt-3b-optbwd": "within backward", "qwen-7b-loraemb-512": "more than them"}
+               "qwen-7b-loraemb-512": "more than them"}
     for name, words in reasons.items():
         found = predictable(BY_ID[name])
         assert isinstance(found, str) and words in found, (name, found)
-    assert all("lengths vary" in predictable(row) for row in rows() if "orca" in row.seq_len)
+    bounded = [predictable(row) for row in rows() if "orca" in row.seq_len]
+    assert bounded and not any(found.predicts_memory or found.predicts_speed for found in bounded)
 
 
 def test_longest_samples_set_a_peak_but_no_speed():
@@ -88,7 +89,7 @@ def test_all_that_is_mapped_is_named():
 
 def test_most_rows_with_a_tensor_peak_or_a_fixed_length_can_be_asked():
     memory, oom, speed = counts().values()
-    assert memory.total() == 197 and memory["predictable"] >= 130
+    assert memory.total() == 197 and memory["predictable"] >= 150
     assert oom.total() == 76 and oom["predictable"] >= 65
     assert speed.total() == 501 and speed["predictable"] >= 230
     assert sum(isinstance(predictable(row), Published) for row in rows()) > 300

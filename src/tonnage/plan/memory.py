@@ -97,7 +97,8 @@ def assemble(job: Job, style: Style, spread: Spread, loss: LossBytes) -> Memory:
         saved = [between if i < style.inputs_on_host else 0.0 for i in range(a.num_layers)]
     held = spread.weights | {"optimizer states": spread.states}
     held_root = held | {"gathered for the whole step": spread.root.whole}
-    summed = spread.gradients if job.accumulation_steps > 1 else 0.0
+    sums = spread.gradients if spread.sums is None else spread.sums
+    summed = sums if job.accumulation_steps > 1 else 0.0
     copies = 1 if spread.flat else 2  # FSDP2 gathers into a buffer and copies out of it
 
     forward = [held_root | {"gradients": summed, "gathered": copies * spread.embedding.whole, kept: boundary}]

@@ -11,9 +11,10 @@ Sources, by what they show:
   `logits = logits.float()` and so let go of the bf16 ones; from 4.46, loss/loss_utils.py, the caller holds them.
 - torch 2.4 distributed/fsdp: _flat_param.py (a layer's weights are views of one tensor, so their gradients are made and
   then concatenated), _runtime_utils.py `_register_post_backward_reshard_only_hook` (a unit without trained weights hooks
-  on its inputs and so keeps them and their gradients alive until backward ends); the root's unit is never let go. Under
-  no_sync, gradients are summed whole. peft's utils/other.py fsdp_auto_wrap_policy makes a unit of every adapter: what is
-  gathered ahead is an adapter, not a layer.
+  on its inputs and so keeps them, and where checkpointing reenters their gradients, alive until backward ends); the
+  root's unit is never let go. Under no_sync, which accelerate takes for all but the last micro-batch, gradients are
+  summed whole. peft's utils/other.py fsdp_auto_wrap_policy makes a unit of every adapter: what is gathered ahead is an
+  adapter, not a layer.
 - torch 2.4 utils/checkpoint.py, CheckpointFunction.backward: the recomputed output is alive while it goes backward.
 - Lightning-AI/litgpt at 8641822, finetune/lora.py and lit_gpt: chunks of 128 tokens for head and loss, dropout 0.05, the
   longest sample in the first micro-batch, so that no sums of gradients are there yet; lightning 2.1
@@ -94,7 +95,7 @@ class Profile:
     chunked: tuple[float, float, float, float] = (6, 4, 0, 8)
 
 
-HF = Profile(temporary=2, flat=True, reentrant=True, looped_experts=True)
+HF = Profile(temporary=2, flat=True, no_sync=True, reentrant=True, looped_experts=True)
 HF_ADAPTER = replace(HF, weight=4, gradient=4, moment=4, temporary=4, dropout=True, adapter=4)
 FP32_MASTER = Profile(weight=4, gradient=4, moment=4, temporary=4)
 PROFILES = {
@@ -106,8 +107,9 @@ PROFILES = {
     "hf_lora": HF_ADAPTER,
     # the same over a 4-bit base (bitsandbytes NF4 or GPTQ): matrices of layers quantised, embedding and head bf16
     "hf_qlora": HF_ADAPTER,
-    # Answer.AI fsdp_qlora: NF4 (or bf16) base, stored and gathered as bf16; adapters bf16
-    "fsdp_qlora": replace(HF, dropout=True),
+    # Answer.AI fsdp_qlora: NF4 (or bf16) base, stored and gathered as bf16; adapters bf16; train.py checkpoints without
+    # reentering
+    "fsdp_qlora": replace(HF, dropout=True, reentrant=False),
     # all bf16; fp32 logits and their log-softmax, of which the logits are held to the end of backward
     "litgpt_bf16_true": Profile(temporary=2, flat=True, mixed_units=True, no_sync=True, longest_first=True, fused_norm=True,
                                 fused_rope=True, fused_qkv=True, dropout=True, saves_inputs=True, quantised_head=True,
@@ -246,11 +248,11 @@ def _fsdp(found: Published, profile: Profile) -> Spread:
     hooked = profile.flat and sharded and not job.trains_all and not whole_units
     head_gradient = 2 * a.vocab * a.hidden if job.trains_all and not profile.outside_apart else 0.0
     spread = Spread(
-        weights=weights, states=_states(profile, job) * trained / n, gradients=share * summed, share=share,
-        layers=tuple(unit(whole, size) for whole, size in zip(wholes, layers, strict=True)),
+        weights=weights, states=_states(profile, job) * trained / n, gradients=summed / n, sums=share * summed,
+        share=share, layers=tuple(unit(whole, size) for whole, size in zip(wholes, layers, strict=True)),
         **_outside(a, profile, unit, (embedding, head, norm)), root_gradient=head_gradient,
         step=profile.temporary * trained / n, flat=profile.flat or not sharded,
-        keeps_input_gradients=hooked and job.checkpointing == "full", prefetches=not hooked)
+        keeps_input_gradients=hooked and profile.reentrant and job.checkpointing == "full", prefetches=not hooked)
     return _elsewhere(spread, profile, job)
 
 
@@ -265,11 +267,11 @@ def _outside(a, profile, unit, trained):
 def _elsewhere(spread, profile, job):
     """The spread without what is on the host, or is used up as soon as it is made."""
     if profile.steps_in_backward:
-        spread = replace(spread, gradients=0.0, share=0.0, step=0.0)
+        spread = replace(spread, gradients=0.0, sums=0.0, share=0.0, step=0.0)
     if job.offload != "none":
         spread = replace(spread, states=0.0, step=0.0)
     if job.offload == "all":
-        spread = replace(spread, weights={}, gradients=0.0, share=0.0)
+        spread = replace(spread, weights={}, gradients=0.0, sums=0.0, share=0.0)
     return spread
 
 

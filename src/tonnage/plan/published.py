@@ -9,6 +9,7 @@ from collections import Counter
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
+from pathlib import Path
 
 from tonnage.facts.shapes import is_stand_in, shape_of
 from tonnage.plan.job import Job
@@ -67,7 +68,8 @@ class Row:
     @property
     def grade(self) -> str:
         """`A` of `[A-speed] ...`."""
-        return re.match(r"\[(.*?)\]", self.notes).group(1)
+        found = re.match(r"\[(.*?)\]", self.notes)
+        return found[1] if found else ""
 
     @property
     def did_not_fit(self) -> bool:
@@ -99,28 +101,33 @@ class Published:
     base: str
     logits: str
     seq_is_longest: bool
+    seq_is_bound: bool
     is_stand_in: bool
     traits: tuple[str, ...] = ()
 
     @property
     def predicts_memory(self) -> bool:
-        """Whether the memory of `job` is that of the row: the peak is set by the longest sample, so that will do."""
-        return not self.is_stand_in
+        """Whether the memory of `job` is that of the row: the peak is set by the longest sample, so that will do.
+
+        Where the longest is only bounded, it is so if the peak does not depend on it, which plan.validate finds out.
+        """
+        return not self.is_stand_in and not self.seq_is_bound
 
     @property
     def predicts_speed(self) -> bool:
         """Whether the speed of `job` is that of the row: every sample as long as stated, on a GPU of the table, and nothing
         moved that a job does not move."""
         moves = {"inputs on host", "step in backward"} & set(self.traits)
-        return self.row.tok_per_s_per_gpu is not None and self.gpu is not None and not self.seq_is_longest and not moves
+        return self.row.tok_per_s_per_gpu is not None and self.gpu is not None and not self.seq_is_longest and not (
+            moves or self.seq_is_bound)
 
 
 @cache
-def rows() -> tuple[Row, ...]:
-    """All published rows, in the order of the file."""
-    text = files("tonnage.facts").joinpath("published.csv").read_text(encoding="utf-8")
+def rows(path: Path | None = None) -> tuple[Row, ...]:
+    """All rows of the file, in its order; of facts/published.csv by default."""
+    text = (path or files("tonnage.facts").joinpath("published.csv")).read_text(encoding="utf-8")
     lines = [line for line in text.splitlines() if not line.startswith("#")]
-    return tuple(Row(**{name: _parsed(kind, line[name]) for name, kind in Row.__annotations__.items()})
+    return tuple(Row(**{name: _parsed(kind, line.get(name) or "") for name, kind in Row.__annotations__.items()})
                  for line in csv.DictReader(lines))
 
 
@@ -157,10 +164,9 @@ def predictable(row: Row) -> Published | str:
         ("strategy not stated or mixed", not parts),
         ("number of GPUs not stated", row.world is None),
         ("no sequence length stated", not length and "orca" not in row.seq_len),
-        ("lengths vary and the longest is not known", not length or "short" in row.seq_len or "unpacked)" in row.seq_len
-         or "unpacked alpaca" in row.seq_len),
+        ("lengths vary and the longest is not known", not length),
         ("micro-batch not stated per GPU", not micro),
-        ("activation checkpointing not stated or selective", not _checkpointing(row)),
+        ("activation checkpointing not stated, selective, or offloaded in an unknown way", not _checkpointing(row)),
         ("optimizer is not one of Tonnage's", re.search(r"Muon|precision-aware|K=12", row.optimizer)),
     )
     for reason, applies in reasons:
@@ -185,7 +191,9 @@ def predictable(row: Row) -> Published | str:
     network = re.search(r"(\d+) ?Gbps node-node", row.notes)
     return Published(row=row, job=job, gpu=_GPUS.get(row.gpu), profile=_profile(row, adapter, strategy), base=_base(row),
                      network_gb_s=int(network[1]) / 8 / _GPUS_PER_NODE if network else None, logits=logits,
-                     seq_is_longest=length[2] is not None, is_stand_in=is_stand_in(row.model),
+                     seq_is_longest=length[2] is not None,
+                     seq_is_bound=bool(re.search("short|unpacked\\)|unpacked alpaca", row.seq_len)),
+                     is_stand_in=is_stand_in(row.model),
                      traits=_traits(row, architecture))
 
 
@@ -208,7 +216,8 @@ def _base(row):
 def _checkpointing(row):
     if row.act_ckpt.startswith("none"):
         return "none"
-    return "full" if row.act_ckpt.startswith("full") else None
+    offloads = "offload" in row.act_ckpt and not row.source.startswith("torchtune")
+    return "full" if row.act_ckpt.startswith("full") and not offloads else None
 
 
 def _compiled(row):
@@ -258,7 +267,7 @@ def _traits(row, architecture):
     is_old = row.id.startswith("fmsacc-liger")  # transformers 4.45.2, refs/requirements_liger.txt
     found = {
         "fused kernels": "foak" in settings,
-        "Liger's kernels": row.source.startswith("Liger-Kernel") and "liger" in row.fused_loss,
+        "Liger's kernels": "liger" in row.fused_loss and not settings,
         "outside apart": row.source == "torchtune README table 1" and row.method == "full" and row.world > 1,
         "fused adapter": "bnb-foak" in settings,
         "autocast": "bf16 autocast" in row.precision or "fp16 autocast" in row.precision,
@@ -273,9 +282,10 @@ def _traits(row, architecture):
     return tuple(name for name, applies in found.items() if applies)
 
 
-def published(has=lambda row: True) -> list[Published]:
+def published(has=lambda row: True, among: tuple[Row, ...] | None = None) -> list[Published]:
     """The predictable rows among those that `has` accepts."""
-    return [found for row in rows() if has(row) and isinstance(found := predictable(row), Published)]
+    return [found for row in (rows() if among is None else among)
+            if has(row) and isinstance(found := predictable(row), Published)]
 
 
 def group_of(found: Published) -> tuple[str, str]:
@@ -294,7 +304,8 @@ def counts() -> dict[str, Counter]:
     for row in rows():
         found = predictable(row)
         if row.has_tensor_peak or row.did_not_fit:
-            why = found if isinstance(found, str) else "predictable" if found.predicts_memory else "shape is a stand-in"
+            why = found if isinstance(found, str) else "predictable" if found.predicts_memory else (
+                "shape is a stand-in" if found.is_stand_in else "lengths vary, up to a bound")
             (oom if row.did_not_fit else memory)[why] += 1
         if row.tok_per_s_per_gpu is not None:
             speed[found if isinstance(found, str) else "predictable" if found.predicts_speed else

@@ -290,9 +290,9 @@ class Comparison:
         return max(self.predicted / self.measured, self.measured / self.predicted)
 
 
-def compare() -> list[Comparison]:
+def compare(among: tuple[Row, ...] | None = None) -> list[Comparison]:
     """Every predictable published speed beside ours."""
-    found = [item for item in published(lambda row: row.tok_per_s_per_gpu is not None) if item.predicts_speed]
+    found = [item for item in published(lambda row: row.tok_per_s_per_gpu is not None, among) if item.predicts_speed]
     return [Comparison(item.row, group_of(item), item.row.tok_per_s_per_gpu,
                        step_time(item.job, GPUS[item.gpu], item.network_gb_s or NETWORK_GB_S,
                                  STORED_BYTES[item.base]).tokens_per_s_per_gpu)
@@ -309,7 +309,7 @@ def summary(comparisons: list[Comparison]) -> list[tuple[str, int, float, float,
                       [item for item in comparisons if item.group == group] for group in groups}
     return [(name, len(items), median(item.factor for item in items),
              sorted(item.factor for item in items)[math.ceil(0.9 * len(items)) - 1],
-             median(item.predicted / item.measured for item in items)) for name, items in named.items()]
+             median(item.predicted / item.measured for item in items)) for name, items in named.items() if items]
 
 
 if __name__ == "__main__":
