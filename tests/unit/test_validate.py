@@ -42,6 +42,11 @@ def test_every_measured_row_is_there_with_an_error_or_a_reason(found):
     assert by_id["fmsacc-base-016"].verdict == "does not fit" and by_id["fmsacc-base-016"].published_gib is None
 
 
+def test_what_misses_is_listed_with_its_rows_and_a_cause(found):
+    text = "\n".join(module.lines(found))
+    assert "tt-8b-lora-a6000" in text and "litgpt-a100-12" in text and "no cause found" not in text
+
+
 def test_json(found):
     row = to_json(found)["rows"][0]
     assert list(row) == ["id", "predicted_gib", "published_gib", "peak_kind", "error", "verdict", "why"]

@@ -1,14 +1,17 @@
 """What other frameworks keep in which precision, so that what was measured with them can be predicted.
 
 A `Profile` is read off a framework's source; `predict` turns it and a published row into the style, spread and loss of
-`plan.memory`. No number here was fitted to a measurement.
+`plan.memory`. No number here was fitted to a measurement. What of the untouched half of plan.validate missed at first was
+looked up and found in the sources: experts in turn, scales sharded, parts checkpointed one by one with Liger's kernels,
+embedding and head apart.
 
 Sources, by what they show:
 - foundation-model-stack/fms-acceleration: scripts/benchmarks/scenarios*.yaml (which rows run under autocast, LoRA's
   dropout of 0.1), refs/requirements*.txt (transformers 4.48.1; 4.45.2 for the Liger benchmark), and
   plugins/fused-ops-and-kernels (one kernel for a norm and for rotary embeddings; LoRA and its base as one function).
-- transformers 4.45.2 models/mistral: flash attention is given keys and values repeated for all heads. Its models say
-  `logits = logits.float()` and so let go of the bf16 ones; from 4.46, loss/loss_utils.py, the caller holds them.
+- transformers 4.45.2 models/mistral, mixtral, qwen2: flash attention is given keys and values repeated for all heads.
+  Its models say `logits = logits.float()` and so let go of the bf16 ones; from 4.46, loss/loss_utils.py, the caller
+  holds them.
 - torch 2.4 distributed/fsdp: _flat_param.py (a layer's weights are views of one tensor, so their gradients are made and
   then concatenated), _runtime_utils.py `_register_post_backward_reshard_only_hook` (a unit without trained weights hooks
   on its inputs and so keeps them, and where checkpointing reenters their gradients, alive until backward ends); the

@@ -264,15 +264,16 @@ def _traits(row, architecture):
     """What the row's versions and options change of its profile, by names of plan.profiles.TRAITS."""
     settings = re.search(r"framework_config=([a-z-]+)", row.notes)
     settings = settings[1] if settings else ""
-    is_old = row.id.startswith("fmsacc-liger")  # transformers 4.45.2, refs/requirements_liger.txt
+    # transformers 4.45.2, refs/requirements_liger.txt; the other's chart is of August 2024
+    is_old = row.id.startswith("fmsacc-liger") or row.source.startswith("Liger-Kernel")
     found = {
         "fused kernels": "foak" in settings,
         "Liger's kernels": "liger" in row.fused_loss and not settings,
         "outside apart": row.source == "torchtune README table 1" and row.method == "full" and row.world > 1,
         "fused adapter": "bnb-foak" in settings,
         "autocast": "bf16 autocast" in row.precision or "fp16 autocast" in row.precision,
-        "logits let go": is_old or row.source.startswith("Liger-Kernel"),
-        "repeated keys": is_old and architecture.model_type == "mistral",
+        "logits let go": is_old,
+        "repeated keys": is_old and architecture.model_type in ("mistral", "mixtral", "qwen2"),
         "fp32 stream": settings == "baseline-peft-bnb" and row.world == 1,
         "compiled": _compiled(row),
         "inputs on host": "offload" in row.act_ckpt,

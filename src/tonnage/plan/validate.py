@@ -34,8 +34,12 @@ CACHE_SHARE = 0.15
 LEAST_PEAKS, MEDIAN_ERROR, HIGH_ERROR, DIES_SHARE, TIGHT_SHARE, SPEED_FACTOR = 150, 0.03, 0.10, 0.01, 0.15, 1.25
 
 TENSORS = ("allocated", "active")
-# Sources with rows beyond the bounds, and why.
+# Sources of groups beyond the bounds, and why.
 CAUSES = {
+    "litgpt resource-tables":
+        "its Llama holds one tensor of hidden width a norm more than the source at the commit that the page names; 4-bit "
+        "rows hold 3 to 5 % more that nothing found explains; on 2 GPUs later micro-batches, whose lengths are not known, "
+        "meet sums of gradients that the longest, the first, does not",
     "torchtune README table 1":
         "the table states batch, length and compile alone; rank, checkpointing and loss are of the shipped configs, which "
         "its A6000 rows contradict (30.3 GiB and 16.2 GiB for one config) and of which the 405B one has a batch of 1",
@@ -226,11 +230,11 @@ def lines(found: Validation) -> list[str]:
     for title, table in tables(found).items():
         text.append(f"\n{title:70} rows  median   90 %    bias")
         text += [f"{row.name:70} {row.number:4} {row.middle:7.1%} {row.high:6.1%} {row.bias:+7.1%}" for row in table]
-    misses = [case for case in found.of(*TENSORS) if abs(case.error) > 0.10]
-    text.append(f"\nrows that miss by more than 10 %: {len(misses)}")
-    text += [f"  {case.id:24} predicted {case.predicted_gib:6.2f} GiB, measured {case.published_gib:6.2f}  "
-             f"{case.error:+.0%}  ({case.half})" for case in misses]
-    text += [f"  {source}: {CAUSES[source]}" for source in sorted({case.source for case in misses}) if source in CAUSES]
+    for (source, family), cases in _missed(found).items():
+        text.append(f"\n{source}, {family}: beyond {MEDIAN_ERROR:.0%} in the median or {HIGH_ERROR:.0%} in the highest "
+                    f"tenth: {CAUSES.get(source, 'no cause found')}")
+        text += [f"  {case.id:24} predicted {case.predicted_gib:6.2f} GiB, measured {case.published_gib:6.2f}  "
+                 f"{case.error:+.1%}" for case in cases]
     text += [f"\n{what}: " + ", ".join(f"{number} {word}" for word, number in counter.most_common())
              for what, counter in found.frontier.items()]
     text.append("\ntokens/s, factor between ours and theirs")
@@ -239,6 +243,15 @@ def lines(found: Validation) -> list[str]:
     text.append("\nwithout an error, and why")
     text += [f"  {number:4}  {why}" for why, number in Counter(case.why for case in found.cases if case.why).most_common()]
     return text + [f"\nbroken: {words}" for words in found.broken()]
+
+
+def _missed(found: Validation) -> dict[tuple[str, str], list[Case]]:
+    """The groups whose errors are beyond what is asked of the untouched half, with their rows."""
+    by_group = {}
+    for case in found.of(*TENSORS):
+        by_group.setdefault((case.source, case.family), []).append(case)
+    return {group: cases for group, cases in sorted(by_group.items())
+            if errors("", cases).middle > MEDIAN_ERROR or errors("", cases).high > HIGH_ERROR}
 
 
 def to_json(found: Validation) -> dict:
