@@ -3,7 +3,7 @@ PYTHON ?= python3
 PY := .venv/bin/python
 export TOKENIZERS_PARALLELISM := true
 
-.PHONY: setup demo test test-slow test-all checks docs equivalence kill-test readme bench-trl bench-overhead
+.PHONY: setup demo test test-slow test-all checks docs equivalence kill-test readme validate bench-trl bench-overhead
 
 setup: .venv/ready
 
@@ -45,6 +45,12 @@ readme: setup
 docs: setup
 	$(PY) -m tonnage.config.docs > docs/config.md
 	$(PY) -m tonnage.facts.docs > docs/models.md
+	$(PY) launch/plan.py --validate --plot=docs/validate.png > /dev/null
+	$(PY) launch/plan.py --tables
+
+# predicted against measured elsewhere; fails where a bound is broken
+validate: setup
+	$(PY) launch/plan.py --validate
 
 bench-trl: setup
 	$(PY) benchmarks/trl.py

@@ -6,6 +6,7 @@ No weights, no GPU, no network, and no torch but for --trace.
 import json
 import sys
 from dataclasses import asdict
+from pathlib import Path
 
 from tonnage.config.compose import compose_config, groups, parse_command_line, recipes
 from tonnage.config.schema import Config
@@ -23,7 +24,7 @@ python launch/plan.py key=value ...   memory, time, cost and disk of a run, e.g.
   --search            the configurations that fit, fastest first
   --trace             the real step on fake tensors, beside the prediction (takes minutes, needs torch)
   --tables            write conf/tables/
-  --validate [FILE]   predict published measurements (or those of FILE.csv) and print the errors
+  --validate [FILE]   predict published measurements (or those of FILE.csv) and print the errors; --plot=PNG draws them
   --json              print machine-readable results
   recipe=NAME         a complete run: {recipes}
 GPUs: {gpus}
@@ -119,9 +120,15 @@ def validate(words: list[str], as_json: bool) -> int:
     """Predict measured rows and print how far off that is; 1 where a bound is broken."""
     from tonnage.plan import validate as validation
 
-    if len(words) > 1:
-        raise ConfigError(f"--validate {' '.join(words)}: takes one CSV file, or none for the published rows")
-    return validation.run(words[0] if words else None, as_json)
+    plots = [word.removeprefix("--plot=") for word in words if word.startswith("--plot=")]
+    files = [word for word in words if not word.startswith("--plot=")]
+    if len(files) > 1 or len(plots) > 1:
+        raise ConfigError(f"--validate {' '.join(words)}: takes one CSV file, or none for the published rows, and --plot=PNG")
+    found = validation.validate(Path(files[0]) if files else None)
+    print(json.dumps(validation.to_json(found), indent=1) if as_json else "\n".join(validation.lines(found)))
+    if plots:
+        validation.plot(found, Path(plots[0]))
+    return 1 if found.broken() else EXIT_DONE
 
 
 if __name__ == "__main__":
