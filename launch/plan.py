@@ -123,7 +123,7 @@ def validate(words: list[str], as_json: bool) -> int:
     plots = [word.removeprefix("--plot=") for word in words if word.startswith("--plot=")]
     files = [word for word in words if not word.startswith("--plot=")]
     if len(files) > 1 or len(plots) > 1:
-        raise ConfigError(f"--validate {' '.join(words)}: takes one CSV file, or none for the published rows, and --plot=PNG")
+        raise ConfigError(f"--validate {' '.join(words)}: takes one CSV file, or none for the published rows")
     found = validation.validate(Path(files[0]) if files else None)
     print(json.dumps(validation.to_json(found), indent=1) if as_json else "\n".join(validation.lines(found)))
     if plots:

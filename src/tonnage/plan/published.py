@@ -137,7 +137,7 @@ def rows(path: Path | None = None) -> tuple[Row, ...]:
     lines = [line for line in text.splitlines() if not line.startswith("#")]
     lacking = sorted(NEEDED - set(next(csv.reader(lines[:1]), [])))
     if lacking:
-        raise ConfigError(f"--validate {path}: has no column {', '.join(lacking)}; src/tonnage/facts/published.csv shows all")
+        raise ConfigError(f"--validate {path}: has no column {', '.join(lacking)}; facts/published.csv shows all")
     return tuple(Row(**{name: _parsed(kind, line.get(name) or "") for name, kind in Row.__annotations__.items()})
                  for line in csv.DictReader(lines))
 

@@ -16,6 +16,7 @@ from functools import cache
 from pathlib import Path
 from statistics import median
 
+from tonnage.errors import ConfigError
 from tonnage.facts.gpus import GPUS
 from tonnage.plan import speed
 from tonnage.plan.profiles import predict
@@ -259,7 +260,10 @@ def to_json(found: Validation) -> dict:
 
 def plot(found: Validation, path: Path) -> None:
     """Predicted against measured peaks of tensors as a PNG; needs matplotlib (requirements-dev.txt)."""
-    from matplotlib.figure import Figure
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ConfigError("--plot: needs matplotlib; pip install -r requirements-dev.txt") from error
 
     figure = Figure(figsize=(6, 6), dpi=120, layout="constrained")
     axes = figure.add_subplot(xscale="log", yscale="log", xlabel="measured, GiB", ylabel="predicted, GiB",
