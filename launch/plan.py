@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tonnage.config.compose import compose_config, groups, parse_command_line, recipes
 from tonnage.config.schema import Config
-from tonnage.errors import EXIT_DOES_NOT_FIT, EXIT_DONE, ConfigError
+from tonnage.errors import EXIT_DOES_NOT_FIT, EXIT_DONE, ConfigError, UnknownFamily
 from tonnage.facts.gpus import gpu_of
 from tonnage.plan import text
 from tonnage.plan.planner import Plan, architecture_of, make_plan, plan_layout
@@ -18,6 +18,7 @@ from tonnage.plan.search import remedies, search
 from tonnage.plan.verdict import DOES_NOT_FIT
 from tonnage.runtime.driver import first_gpu
 from tonnage.runtime.entry import guarded
+from tonnage.runtime.logs import quiet_libraries
 
 HELP = """\
 python launch/plan.py key=value ...   memory, time, cost and disk of a run, e.g. model=llama8b gpu=rtx4090 gpus=1
@@ -67,7 +68,14 @@ def planned(config: Config) -> Plan:
     if gpu is None:
         raise ConfigError(f"gpu: must be given where there is none: gpu={'|'.join(groups()['gpu'][1:6])}|..., or gpu=other "
                           f"gpu.memory_gib=...")
-    architecture = architecture_of(config)
+    try:
+        architecture = architecture_of(config)
+    except UnknownFamily:
+        quiet_libraries()
+        from tonnage.models.shape import measured_architecture
+
+        print("the family is not counted by hand: asking transformers, which takes a few seconds", file=sys.stderr)
+        architecture = measured_architecture(config.model.path)
     return make_plan(config, plan_layout(config, architecture, gpu), architecture, gpu)
 
 
@@ -95,6 +103,7 @@ def show_search(config: Config, plan: Plan, as_json: bool) -> int:
 
 def trace(config: Config, plan: Plan, as_json: bool) -> int:
     """Print the traced peaks beside the predicted ones."""
+    quiet_libraries()
     from tonnage.trace.step import trace as trace_step
 
     traced = trace_step(config, plan.layout, lambda words: print(words, file=sys.stderr, flush=True))

@@ -11,7 +11,7 @@ Source: transformers 5.24, `models/<model_type>/{configuration,modeling}_<model_
 from dataclasses import dataclass
 from functools import cached_property
 
-from tonnage.errors import ConfigError
+from tonnage.errors import ConfigError, UnknownFamily
 
 _REQUIRED = object()
 _CORE = dict.fromkeys(
@@ -133,14 +133,15 @@ class Architecture:
         inside, since the outer model owns the head. Keys that published files omit get the default of transformers.
 
         Raises:
-            ConfigError: unknown `model_type`, or a key that every published file of the family has is missing or null.
+            UnknownFamily: a `model_type` that is not counted here.
+            ConfigError: a key that every published file of the family has is missing or null.
         """
         if "text_config" in config:
             tied = {key: config[key] for key in ("tie_word_embeddings",) if key in config}
             config = config["text_config"] | tied
         model_type = config.get("model_type")
         if model_type not in _FAMILIES:
-            raise ConfigError(f"model_type={model_type}: not a known architecture; known: {', '.join(MODEL_TYPES)}")
+            raise UnknownFamily(f"model_type={model_type}: not a known architecture; known: {', '.join(MODEL_TYPES)}")
         defaults, fixed = _FAMILIES[model_type]
         config = {_ALIASES.get(key, key): value for key, value in config.items()}
         values = {key: config.get(key, default) for key, default in defaults.items()}
