@@ -10,6 +10,8 @@ import sys
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+import _installed  # noqa: F401 - first
+
 from tonnage.config import rules
 from tonnage.config.compose import (
     CommandLine,
@@ -124,8 +126,8 @@ def launch(command: CommandLine, config: Config) -> int:
         print("no GPU driver on this machine: running on the CPU", flush=True)
     if role == "start":
         start, lock = begin(command, config, layout)
-        code = ranks.start_ranks(__file__, sys.argv[1:], gpus, start.folder)
-        return _settle_status(start.folder, code)
+        with lock:
+            return _settle_status(start.folder, ranks.start_ranks(__file__, sys.argv[1:], gpus, start.folder))
     return be_rank(command, config, layout, place)
 
 
@@ -212,6 +214,8 @@ def be_rank(command: CommandLine, config: Config, layout: rules.Layout, place) -
         return train_run(start, group, layout, device)
     finally:
         dist.destroy_process_group()
+        if lock is not None:
+            lock.close()
 
 
 def _attempt(folder):
