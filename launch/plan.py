@@ -8,6 +8,8 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
+import _installed  # noqa: F401 - first
+
 from tonnage.config.compose import compose_config, groups, parse_command_line, recipes
 from tonnage.config.schema import Config
 from tonnage.errors import EXIT_DOES_NOT_FIT, EXIT_DONE, ConfigError, UnknownFamily

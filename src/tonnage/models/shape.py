@@ -31,9 +31,9 @@ def measured_architecture(folder: str) -> Architecture:
     like = _as_known(keys, tied=model.get_input_embeddings().weight is getattr(
         model.get_output_embeddings(), "weight", None) or bool(config.tie_word_embeddings))
     if like is None or abs(like.num_parameters / counted - 1) > TOLERANCE:
-        found = "" if like is None else f": {counted:,} parameters, where one of its widths would have {like.num_parameters:,}"
-        raise ConfigError(f"model.path={folder}: model_type {keys.get('model_type')} is built unlike the families that can be "
-                          f"planned{found}; run the exact check on a known one, or train with plan.refuse=false")
+        found = "" if like is None else f" ({counted:,} parameters, one of its widths would have {like.num_parameters:,})"
+        raise ConfigError(f"model.path={folder}: model_type {keys.get('model_type')} is built unlike the families that can "
+                          f"be planned{found}; train without a plan, or plan a model of docs/models.md")
     return replace(like, model_type=keys["model_type"])
 
 
