@@ -16,7 +16,8 @@ def plan(*words):
 
 
 def test_a_plan_imports_no_torch_and_says_all_of_it():
-    code = (f"import runpy, sys; sys.argv = ['plan.py', 'model=llama8b', 'gpu=rtx4090']\n"
+    code = (f"import runpy, sys; sys.path.insert(0, {str(PLAN.parent)!r}); "
+            f"sys.argv = ['plan.py', 'model=llama8b', 'gpu=rtx4090']\n"
             f"try: runpy.run_path({str(PLAN)!r}, run_name='__main__')\n"
             f"except SystemExit as end: code = end.code\n"
             f"heavy = sorted(set(sys.modules) & {{'torch', 'transformers', 'deepspeed', 'peft', 'numpy', 'datasets'}})\n"
