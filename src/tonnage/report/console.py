@@ -8,7 +8,7 @@ from collections import deque
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-from rich.table import Table
+from rich.table import Column, Table
 
 LINE_EVERY_S = 10.0
 BAR_EVERY_S = 1.0
@@ -53,8 +53,12 @@ class StepProgress:
         self.ended, self.recent_s = None, deque(maxlen=RECENT_STEPS)
         self.every_s = LINE_EVERY_S
         if show and sys.stdout.isatty():
-            self.bar, self.every_s = Progress(TextColumn("step"), MofNCompleteColumn(), BarColumn(),
-                                              TextColumn("{task.description}")), BAR_EVERY_S
+            # on a narrow terminal the figures are cut off at their end, not the count
+            fixed, cut = Column(min_width=2 * len(str(num_steps)) + 1), Column(no_wrap=True)
+            self.bar = Progress(TextColumn("step", table_column=Column(min_width=4)),
+                                MofNCompleteColumn(table_column=fixed),
+                                BarColumn(bar_width=10), TextColumn("{task.description}", table_column=cut))
+            self.every_s = BAR_EVERY_S
             self.bar.start()
             self.task = self.bar.add_task("", total=num_steps, completed=first_step)
 
@@ -69,7 +73,7 @@ class StepProgress:
             return
         self.shown, where = now, f"micro-batch {num_done}/{num_micros}"
         if self.bar is not None:
-            self.bar.update(self.task, description=f"{self.text}  {where}".strip())
+            self.bar.update(self.task, description=f"{where}  {self.text}")
         else:
             print(f"step {self.step + 1}/{self.num_steps}, {where}", flush=True)
 
@@ -79,8 +83,10 @@ class StepProgress:
         if self.ended is not None:  # the first step is not counted: memory, caches and kernels are made in it
             self.recent_s.append(now - self.ended)
         self.step, self.ended = step, now
-        self.text = f"{text}{self._left()}"
+        left = self._left()
+        self.text = f"{text}  {left}".rstrip()
         if self.bar is not None:
+            self.text = f"{left}  {text}".lstrip()
             self.bar.update(self.task, completed=step, description=self.text)
         elif self.show and (now - self.shown >= LINE_EVERY_S or step in (self.first_line, self.num_steps)):
             print(f"step {step}/{self.num_steps}  {self.text}", flush=True)
@@ -92,7 +98,7 @@ class StepProgress:
         """Time left by the median of recent steps; unknown behind the first."""
         if not self.recent_s or self.step == self.num_steps:
             return ""
-        return f"  {statistics.median(self.recent_s) * (self.num_steps - self.step) / 60:.1f} min left"
+        return f"{statistics.median(self.recent_s) * (self.num_steps - self.step) / 60:.1f} min left"
 
     def close(self) -> None:
         """Leave the terminal as it was."""

@@ -121,8 +121,7 @@ def _print_start(s: Session, layout: Layout, train_rows) -> None:
         data = (f"{count(len(train_rows), 'row')}, {int(train_rows.input_tokens.sum()):,} input tokens, "
                 f"{int(train_rows.label_tokens.sum()):,} of them labels")
         an_epoch = s.source.num_windows(1)
-        epochs = f": {s.num_steps / an_epoch:.2g} of an epoch of {an_epoch:,}" if s.num_steps < an_epoch else (
-            f": {count(s.num_steps / an_epoch, 'epoch')} of {an_epoch:,}")
+        epochs = f": {count(s.num_steps / an_epoch, 'epoch')} of {count(an_epoch, 'step')}"
     name = type(model.get_base_model() if hasattr(model, "get_base_model") else model).__name__
     lines = [
         ("model", f"{s.config.model.name} ({name.removeprefix('FSDP')}), {number(total)} parameters"),
