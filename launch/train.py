@@ -25,7 +25,16 @@ from tonnage.config.compose import (
     to_schema,
 )
 from tonnage.config.schema import Config
-from tonnage.errors import EXIT_DONE, EXIT_STOPPED_RESUMABLE, CheckpointError, ConfigError, DoesNotFit, TonnageError
+from tonnage.errors import (
+    EXIT_DONE,
+    EXIT_STOPPED_RESUMABLE,
+    CheckpointError,
+    ConfigError,
+    DoesNotFit,
+    NotFetched,
+    TonnageError,
+    UnknownFamily,
+)
 from tonnage.facts.gpus import gpu_of
 from tonnage.plan import text
 from tonnage.plan.planner import Plan, architecture_of, make_plan, settled_layout
@@ -156,8 +165,10 @@ def plan_run(config: Config, machine: Machine, model_folder: str | None = None) 
     """The layout, and the plan where the model's shape and the memory are known; on a GPU it settles what is `auto`."""
     try:
         architecture = architecture_of(config, model_folder)
-    except ConfigError:
+    except NotFetched:
         architecture = None
+    except UnknownFamily:
+        architecture = _measured(config, model_folder)
     gpu = _memory_of(config, machine)
     if architecture is None or gpu is None:
         return rules.resolve_layout(config, *astuple(machine)[:3], machine.under_deepspeed), None
@@ -168,15 +179,28 @@ def plan_run(config: Config, machine: Machine, model_folder: str | None = None) 
     return layout, make_plan(config, layout, architecture, gpu)
 
 
+def _measured(config, model_folder):
+    """The shape of a family that is not counted by hand, once its folder is here; None where it is of another build."""
+    from tonnage.models.shape import measured_architecture
+
+    try:
+        return measured_architecture(model_folder or config.model.path)
+    except ConfigError:
+        return None
+
+
 def _memory_of(config, machine):
     """The GPU of the plan: as configured, else the one that is here; on a CPU the host's memory."""
     if machine.device == "cpu":
         return host_memory(machine.local_gpus)
     import torch
 
-    here = torch.cuda.get_device_properties(0)
-    return (gpu_of(config.gpu.name, config.gpu.memory_gib, config.gpu.price_usd_h)
-            or known_gpu(here.name, here.total_memory / 2**30))
+    found = torch.cuda.get_device_properties(0)
+    here = known_gpu(found.name, found.total_memory / 2**30)
+    wanted = gpu_of(config.gpu.name, config.gpu.memory_gib, config.gpu.price_usd_h)
+    if wanted is not None and wanted.name != here.name:
+        print(f"gpu={config.gpu.name}: planned for that, while this machine has {here.title}", flush=True)
+    return wanted or here
 
 
 def show_plan(config: Config, plan: Plan) -> None:
@@ -219,16 +243,20 @@ def begin(command: CommandLine, config: Config, machine: Machine) -> tuple[Start
         if start_from and not Path(start_from).is_dir() and not newest_complete(own, runs.run_id(command.run_folder)):
             raise CheckpointError(f"run={command.run_folder}: has no complete checkpoint, and {start_from}, which it was "
                                   f"forked from, is gone; put it back, or fork anew with run.fork=true")
+    layout, plan = plan_run(config, machine)
+    if plan is not None:
+        show_plan(config, plan)  # before weights are fetched
     model_folder = resolve_folder(config.model)
     identity = folder_identity(model_folder, config.model.allow_pickle)
     if resumed and identity != before["model_identity"]:
         raise ConfigError(f"model.path={config.model.path}: the weights there are not those this run was started with; "
                           f"give the same ones by model.path= or model.revision=, or start a new run with run.fork=true")
-    layout, plan = plan_run(config, machine, model_folder)
     if plan is None:
-        print(f"no plan: the shape of {config.model.name} or the memory of this machine is not known", flush=True)
-    else:
-        show_plan(config, plan)
+        layout, plan = plan_run(config, machine, model_folder)
+        if plan is None:
+            print(f"no plan: the shape of {config.model.name} or the memory of this machine is not known", flush=True)
+        else:
+            show_plan(config, plan)
     prepare_data(config, model_folder, progress=True)
     if resumed:
         folder = command.run_folder.resolve()

@@ -20,6 +20,10 @@ class ConfigError(TonnageError):
     """A key, a value or a combination of them that cannot be run."""
 
 
+class NotFetched(ConfigError):
+    """A model whose shape is not known before its files are here."""
+
+
 class UnknownFamily(ConfigError):
     """A config.json whose model_type is not counted by hand."""
 

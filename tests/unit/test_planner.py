@@ -7,7 +7,6 @@ import pytest
 import yaml
 
 from tonnage.config.compose import compose_config
-from tonnage.config.rules import resolve_layout
 from tonnage.data.windows import cut_window
 from tonnage.errors import ConfigError
 from tonnage.facts.gpus import GPUS
@@ -24,6 +23,32 @@ def planned(*overrides):
     config = compose_config(overrides)
     gpu, architecture = GPUS[config.gpu.name], architecture_of(config)
     return config, make_plan(config, plan_layout(config, architecture, gpu), architecture, gpu)
+
+
+def test_small_gpus_need_room_for_what_lies_beside_tensors():
+    assert (verdict(6.5 * GIB, 8.0), verdict(6.7 * GIB, 8.0)) == (FITS, TIGHT)
+    assert (verdict(6.5 * GIB, 8.0, gpus=8), verdict(4.0 * GIB, 8.0, gpus=8)) == (DOES_NOT_FIT, FITS)
+
+
+@pytest.mark.parametrize("overrides, least_gib", [
+    (["strategy.reshard_after_forward=false", "strategy=fsdp"], 128),  # all of 70B in bf16 stays on each GPU
+    (["strategy=fsdp", "model.new_tokens=[x]"], 2 * 2 * 128256 * 8192 * 2 / GIB)])
+def test_what_is_kept_whole_is_counted(overrides, least_gib):
+    base = planned("model=llama70b", "gpu=h200", "gpus=8", "strategy=fsdp", "batch.micro_rows=1")[1].memory.peak_bytes
+    more = planned("model=llama70b", "gpu=h200", "gpus=8", "batch.micro_rows=1", *overrides)[1].memory.peak_bytes
+    assert (more - base) / GIB > 0.7 * least_gib
+
+
+def test_each_replica_of_hsdp_has_its_own_offloaded_states():
+    one, four = (planned("model=llama8b", "adapter=full", "strategy=hsdp", f"strategy.shard_gpus={shard}", "gpus=8",
+                         "strategy.offload=all", "gpu=h100")[1].host.terms["offloaded optimizer, gradients, fp32 weights"]
+                 for shard in (8, 2))
+    assert four == pytest.approx(4 * one) and one == pytest.approx(16 * 8.03e9 / GIB, rel=0.01)
+
+
+def test_idle_gpus_make_no_tokens():
+    half, whole = (planned("model=llama8b", "gpu=h100", f"gpus={gpus}")[1].speed for gpus in (128, 256))
+    assert whole.tokens_per_s <= half.tokens_per_s and whole.tokens_per_s_per_gpu < 0.6 * half.tokens_per_s_per_gpu
 
 
 @pytest.mark.parametrize("share, expected", [(0.5, FITS), (0.83, FITS), (0.84, TIGHT), (0.945, TIGHT),
@@ -77,12 +102,14 @@ def test_what_does_not_fit_comes_with_overrides_that_do():
 def test_a_search_ranks_what_fits_and_proposes_only_what_the_rules_accept():
     config, plan = planned("model=qwen7b", "adapter=full", "gpu=a100_80gb", "gpus=4")
     found = search(config, plan)
-    speeds = [one.tokens_per_s for one in found.fitting if one.verdict == FITS]
-    assert speeds == sorted(speeds, reverse=True) and found.failing
-    for one in found.fitting[:5] + found.fitting[-5:]:
-        candidate = compose_config(["model=qwen7b", "adapter=full", "gpu=a100_80gb", "gpus=4", *one.override.split()])
-        layout = resolve_layout(candidate, 4, "cuda", 4, False)
-        assert one.override == "" or layout.cut.global_rows == 128
+    for same in (True, False):
+        speeds = [one.tokens_per_s for one in found.fitting if one.verdict == FITS and one.learns_the_same == same]
+        assert speeds == sorted(speeds, reverse=True) and speeds
+    assert [one.learns_the_same for one in found.fitting if one.verdict == FITS] == sorted(
+        (one.learns_the_same for one in found.fitting if one.verdict == FITS), reverse=True) and found.failing
+    for one in found.fitting[:4] + found.fitting[-4:]:  # as a user pastes it
+        again = planned("model=qwen7b", "adapter=full", "gpu=a100_80gb", "gpus=4", *one.override.split())[1]
+        assert (again.verdict, again.memory.peak_bytes / GIB) == (one.verdict, pytest.approx(one.peak_gib))
 
 
 def test_unknown_arithmetic_gives_no_speed_and_unknown_prices_no_cost():

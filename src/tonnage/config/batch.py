@@ -56,7 +56,7 @@ def micro_choices(batch: Batch, gpus: int, most_rows: int) -> list[int]:
     if batch.global_tokens is not None:
         return [2**power for power in reversed(range(most_rows.bit_length()))]
     share = -(-(DEFAULT_GLOBAL_ROWS if batch.global_rows == "auto" else batch.global_rows) // gpus)
-    return sorted({rows for steps in range(1, share + 1) if (rows := -(-share // steps)) <= most_rows}, reverse=True)
+    return sorted({-(-share // -(-share // rows)) for rows in range(1, min(most_rows, share) + 1)}, reverse=True)
 
 
 def _by_tokens(batch, auto_micro):

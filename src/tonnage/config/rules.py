@@ -50,7 +50,8 @@ def resolve_layout(config: Config, gpus: int, device: str, local_gpus: int, unde
 def _broken_rules(config, gpus, per_node, device, strategy):
     faults = violations(strategy, chosen_of(config))
     rules = [
-        (gpus % per_node != 0, f"cluster.gpus_per_node={per_node}: must divide gpus={gpus}"),
+        (gpus % per_node != 0, f"cluster.gpus_per_node={per_node}: must divide gpus={gpus}; use "
+                               f"cluster.gpus_per_node={_divisor(gpus, per_node)}"),
         (config.strategy.extra and CAPABILITIES[strategy].engine != "deepspeed",
          f"strategy.extra: only for DeepSpeed, and strategy={strategy} is PyTorch's FSDP2; use strategy=zero1|zero2|zero3"),
         (CAPABILITIES[strategy].engine == "fsdp" and config.strategy.offload == "all" and device == "cpu",
@@ -94,6 +95,11 @@ def _broken_rules(config, gpus, per_node, device, strategy):
     return faults
 
 
+def _divisor(number, most):
+    """The largest divisor of `number` that is at most `most`."""
+    return max(size for size in range(1, most + 1) if number % size == 0)
+
+
 def _model_rules(config):
     facts = MODELS.get(config.model.name)
     if facts is None:
@@ -117,8 +123,7 @@ def _shard_rules(config, gpus, per_node, strategy):
         return []
     shard = shard_gpus(config, strategy, gpus, per_node)
     if gpus % shard:
-        fitting = max(size for size in range(1, gpus + 1) if gpus % size == 0 and size <= shard)
-        return [f"strategy.shard_gpus={shard}: must divide gpus={gpus}; try {fitting}"]
+        return [f"strategy.shard_gpus={shard}: must divide gpus={gpus}; try {_divisor(gpus, min(shard, gpus))}"]
     return []
 
 

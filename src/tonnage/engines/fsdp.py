@@ -73,7 +73,7 @@ class FsdpEngine:
             options["mp_policy"] = MixedPrecisionPolicy(param_dtype=DTYPES[self.precision], reduce_dtype=torch.float32)
         if self.offload:
             options["offload_policy"] = CPUOffloadPolicy()
-        if self.shard_gpus == 1:
+        if self.shard_gpus == 1 and not self.offload:
             # replicated anyway: nothing to gather for weights that no gradient changes
             frozen = {p for p in model.parameters() if not p.requires_grad}
             options["ignored_params"] = frozen

@@ -148,6 +148,10 @@ class Architecture:
         missing = [key for key in defaults if defaults[key] is _REQUIRED and values[key] in (_REQUIRED, None)]
         if missing:
             raise ConfigError(f"config.json of a {model_type} model: without {', '.join(missing)}; complete the file")
+        for key in ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size"):
+            if key in values and (not isinstance(values[key], int) or values[key] < 1):
+                raise ConfigError(f"config.json of a {model_type} model: {key}={values[key]}: must be a whole number of at "
+                                  f"least 1")
         return cls(model_type=model_type, **(_base_fields(values) | _moe_fields(values) | _mla_fields(values) | fixed))
 
     @property

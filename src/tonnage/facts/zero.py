@@ -6,6 +6,8 @@ Source: https://www.deepspeed.ai/docs/config-json/#zero-optimizations-for-fp16-t
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from tonnage.errors import ConfigError
+
 
 @dataclass(frozen=True)
 class ZeroLimits:
@@ -23,7 +25,15 @@ class ZeroLimits:
 
 
 def zero_limits(extra: dict[str, Any]) -> ZeroLimits:
-    """The limits, with those of `strategy.extra` in their place."""
+    """The limits, with those of `strategy.extra` in their place.
+
+    Raises:
+        ConfigError: a limit that is no number.
+    """
     given = extra.get("zero_optimization", {})
-    given = given if isinstance(given, dict) else {}
-    return replace(ZeroLimits(), **{name: int(given[name]) for name in asdict(ZeroLimits()) if name in given})
+    given = {name: given[name] for name in asdict(ZeroLimits()) if name in given} if isinstance(given, dict) else {}
+    for name, value in given.items():
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or value < 1:
+            raise ConfigError(f"strategy.extra.zero_optimization.{name}={value}: must be a number of parameters of at "
+                              f"least 1")
+    return replace(ZeroLimits(), **{name: int(value) for name, value in given.items()})

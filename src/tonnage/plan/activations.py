@@ -133,7 +133,7 @@ class Style:
         adapter_bytes: of one number in the adapter's computation; where it is not compute_bytes, inputs are copied.
         fused_norm, fused_rope: one kernel, no fp32 copies.
         flash: the attention kernel never holds [tokens, tokens]. `masked`: it is given a mask, so keys and values
-            are repeated for all heads.
+            are repeated for all heads. `holds_mask`: the mask is [tokens, tokens] of a row.
         dequantised_weight: a linear unpacks its weight, in forward and again in backward.
         dropout: the adapter's input goes through dropout: a copy for each adapted matrix, and a mask.
         fused_adapter: adapter and base are one function, which saves its input besides and no mask.
@@ -161,6 +161,8 @@ class Style:
     masked: bool = False
     dequantised_weight: bool = False
     dropout: bool = False
+    dora: bool = False
+    holds_mask: bool = False
     fused_adapter: bool = False
     fused_qkv: bool = False
     saves_inputs: bool = False
@@ -179,7 +181,10 @@ def layer_tape(architecture: Architecture, i: int, rows: int, seq_tokens: int, s
         writer.mlp("x", "mlp")
         return writer.tape
     normed = writer.norm("x", "input_norm", architecture.hidden)
-    hidden = writer.residual("x", writer.attention(normed), "x2")
+    attended = writer.attention(normed)
+    if architecture.norms_per_layer == 4:
+        attended = writer.norm(attended, "post_attention_norm", architecture.hidden)
+    hidden = writer.residual("x", attended, "x2")
     return writer.side_by_side(normed, hidden) if architecture.is_gpt else writer.finish(hidden)
 
 
@@ -232,9 +237,17 @@ class _Writer:
         if style.dropout:
             tape.sizes[f"{output}.mask"] = 0 if style.fused_adapter else self.tokens * inputs
             x = tape.add(f"{output}.dropped", narrow * inputs, x, saves=(f"{output}.mask",))
-        tape.add(f"{output}.A", narrow * style.rank, x, saves=(x,))
-        tape.add(f"{output}.B", narrow * outputs, f"{output}.A", saves=(f"{output}.A",))
-        tape.add(f"{output}.scaled", narrow * outputs, f"{output}.B")
+        # DoRA takes the norm of the changed weight: the product of its matrices (of the identity), and two sums
+        weights = style.adapter_bytes * inputs * (inputs + 3 * outputs) if style.dora else 0
+        tape.add(f"{output}.A", narrow * style.rank, x, saves=(x,), forward_temporary=weights)
+        lora = tape.add(f"{output}.B", narrow * outputs, f"{output}.A", saves=(f"{output}.A",))
+        if style.dora:
+            lora = tape.add(f"{output}.magnified", narrow * outputs, lora, saves=(lora,))
+        tape.add(f"{output}.scaled", narrow * outputs, lora)
+        if style.dora:
+            tape.add(f"{output}.base_magnified", narrow * outputs, base, saves=(base,))
+            tape.add(f"{output}.dora", narrow * outputs, f"{output}.base_magnified", f"{output}.scaled", passes=True)
+            return tape.add(output, self.of(outputs), base, f"{output}.dora", passes=True)
         size = max(narrow, self.tokens * self.c) * outputs
         if style.adapter_bytes == self.c:
             return tape.add(output, size, base, f"{output}.scaled", passes=True)
@@ -315,13 +328,16 @@ class _Writer:
             # an explicit mask keeps keys and values from being shared by a group of heads: they are repeated
             k, v = (tape.add(f"{x}.repeated", self.of(width), x) for x in (k, v))
             saves = (q, k, v)
+        if self.style.holds_mask:  # the kernel takes it in the type of the queries, a copy for each layer
+            tape.sizes["mask"] = self.rows * self.seq**2 * self.c
+            saves = (*saves, "mask")
         if not self.style.flash:
             scores = self.rows * heads * self.seq * self.seq
             tape.add("scores", scores * self.c, q, k, saves=(q, k))
             tape.add("softmax", scores * 4, "scores", saves=("softmax",))
             tape.add("weights", scores * self.c, "softmax")
             return tape.add("attended", self.of(width), "weights", v, saves=("weights", v))
-        tape.add("attended", self.of(width), *saves, saves=(*saves, "attended", "log_sum_exp"))
+        tape.add("attended", self.of(width), q, k, v, saves=(*saves, "attended", "log_sum_exp"))
         tape.sizes["log_sum_exp"] = self.tokens * heads * 4
         return "attended"
 
@@ -408,5 +424,9 @@ class _Writer:
             out = self.experts(normed)
             if self.a.num_shared_experts:
                 out = self.residual(out, self.mlp(normed, "mlp.shared_experts"), "experts_and_shared")
+        if self.a.norms_per_layer == 4:
+            out = self.norm(out, "post_feedforward_norm", self.a.hidden)
+        if self.a.norms_per_layer == 4:
+            out = self.norm(out, "post_feedforward_norm", self.a.hidden)
         self.residual(hidden, out, "y")
         return self.tape

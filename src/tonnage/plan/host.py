@@ -26,23 +26,23 @@ class Host:
 def host(job: Job, num_checkpoints: int, cuda: bool) -> Host:
     """What a node and the disk must hold.
 
-    Offloaded: fp32 weights, gradients and optimizer states of what is trained (16 bytes a parameter with AdamW) and,
-    with `all`, the frozen weights; each in pinned memory. Source: DeepSpeed docs, memory.rst; arXiv 2101.06840.
+    Offloaded: fp32 weights, gradients and optimizer states of what is trained (16 bytes a parameter with AdamW); with
+    `all`, the frozen weights too, and under ZeRO-3 the compute copy of the trained ones. Each replica of hsdp has its own.
+    Source: DeepSpeed docs, memory.rst; arXiv 2101.06840.
 
     Args:
         num_checkpoints: kept at once, the one being written included.
     """
     a, trained = job.architecture, job.trained_parameters
     ranks = min(job.gpus, job.gpus_per_node)
-    nodes_share = ranks / max(job.shard_gpus, ranks) if job.shard_gpus > 1 else ranks
+    replicas = ranks / job.shard_gpus  # of what is sharded, on this node
     terms = {"processes": ranks * (PROCESS_GIB if cuda else 0.5)}
     if job.offload != "none":
-        terms["offloaded optimizer, gradients, fp32 weights"] = (8 + STATES[job.optimizer]) * trained * nodes_share / GIB
-    if job.offload in ("all", "nvme"):
-        terms["offloaded weights"] = job.compute_bytes * a.num_parameters * nodes_share / GIB
-    if job.offload == "nvme":  # on the disk instead; buffers of a few tensors stay
-        largest = max(a.embedding_parameters, *(layer.total for layer in a.layers))
-        terms = {"processes": terms["processes"], "swap buffers": ranks * 5 * 4 * largest / max(1, job.shard_gpus) / GIB}
+        terms["offloaded optimizer, gradients, fp32 weights"] = (8 + STATES[job.optimizer]) * trained * replicas / GIB
+    if job.offload == "all":
+        copied = trained if job.strategy == "zero3" else 0
+        frozen = 0 if job.trains_all else a.num_parameters
+        terms["offloaded weights"] = job.compute_bytes * (frozen + copied) * replicas / GIB
     checkpoint = (4 + (4 if job.optimizer == "sgd" else 8)) * trained / GIB
     terms["checkpoint being written"] = min(ranks * SAVE_FILE_GIB, checkpoint)
     return Host(terms, checkpoint, checkpoint * num_checkpoints)

@@ -5,9 +5,11 @@ A job is made from a config (`job_of`) or from a published measurement (`plan.pu
 
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from math import ceil
 
 from tonnage.config.rules import Layout, shard_gpus
 from tonnage.config.schema import Config
+from tonnage.errors import ConfigError
 from tonnage.facts.architectures import Architecture
 from tonnage.facts.zero import ZeroLimits, zero_limits
 
@@ -20,7 +22,8 @@ class Job:
 
     `targets` are the ends of the names of adapted matrices; `all-linear` is every matrix of a decoder layer but
     routers and routed experts. `shard_gpus` share one copy of what the strategy shards. `accumulation_steps` is that
-    of the busiest rank.
+    of the busiest rank. `rows_per_step` are those of a whole window; 0: every micro-batch is full.
+    `trains_embeddings`: embedding and head are trained beside an adapter, because tokens are new.
     """
 
     architecture: Architecture
@@ -43,6 +46,9 @@ class Job:
     loss: str
     loss_chunk_tokens: int
     packing: bool = False
+    rows_per_step: int = 0
+    trains_embeddings: bool = False
+    dropout: float = 0.0
     zero: ZeroLimits = ZeroLimits()
     compile: bool = False
 
@@ -55,6 +61,16 @@ class Job:
     def compute_bytes(self) -> int:
         """Bytes of one number in forward and backward."""
         return COMPUTE_BYTES[self.precision]
+
+    @property
+    def step_tokens(self) -> int:
+        """Tokens of one optimizer step over all GPUs, padding included."""
+        return self.seq_tokens * (self.rows_per_step or self.micro_rows * self.accumulation_steps * self.gpus)
+
+    @property
+    def trains_head(self) -> bool:
+        """Whether the head is trained."""
+        return self.trains_all or self.trains_embeddings
 
     @property
     def trains_all(self) -> bool:
@@ -74,7 +90,11 @@ class Job:
     @cached_property
     def trained_parameters(self) -> int:
         """Parameters that the optimizer updates."""
-        return self.architecture.num_parameters if self.trains_all else sum(self.adapter_parameters)
+        a = self.architecture
+        if self.trains_all:
+            return a.num_parameters
+        beside = a.embedding_parameters + a.head_parameters if self.trains_embeddings else 0
+        return sum(self.adapter_parameters) + beside
 
 
 @lru_cache
@@ -105,6 +125,10 @@ def job_of(config: Config, layout: Layout, architecture: Architecture) -> Job:
     """The job of a config on a layout."""
     cut = layout.cut
     attention = config.model.attention
+    nothing = not sum(_adapter_parameters(architecture, tuple(config.adapter.targets), 1, False))
+    if config.adapter.name != "full" and nothing:
+        raise ConfigError(f"adapter.targets={list(config.adapter.targets)}: matches no matrix of this model; there are "
+                          f"{', '.join(sorted({name.rsplit('.', 1)[-1] for name in architecture.linear_shapes(0)}))}")
     if attention == "auto":  # flash is taken where flash-attn is installed; both hold the same tensors
         attention = "sdpa"
     return Job(
@@ -113,10 +137,21 @@ def job_of(config: Config, layout: Layout, architecture: Architecture) -> Job:
         gpus_per_node=layout.gpus_per_node, shard_gpus=_shard_gpus(config, layout), offload=config.strategy.offload,
         reshard_after_forward=config.strategy.reshard_after_forward, precision=config.precision.name,
         optimizer=config.optimizer.name, seq_tokens=config.data.seq_tokens, micro_rows=cut.micro_rows,
-        accumulation_steps=cut.accumulation_steps or 1, checkpointing=config.model.activation_checkpointing,
+
+        accumulation_steps=cut.accumulation_steps or _steps_by_tokens(cut, config.data.seq_tokens, layout.gpus),
+        rows_per_step=cut.global_rows or max(1, cut.global_tokens // config.data.seq_tokens),
+        trains_embeddings=bool(config.model.new_tokens) and config.adapter.name != "full",
+        dropout=config.adapter.dropout if config.adapter.name != "full" else 0.0,
+        checkpointing=config.model.activation_checkpointing,
         attention=attention, loss="plain" if config.train.loss == "plain" else "chunked",
         loss_chunk_tokens=config.train.loss_chunk_tokens,
         packing=config.data.packing, zero=zero_limits(config.strategy.extra), compile=config.model.compile)
+
+
+def _steps_by_tokens(cut, seq_tokens, gpus):
+    """Micro-batches of a window that is bounded in tokens, if its rows are full."""
+    rows = max(1, cut.global_tokens // seq_tokens)
+    return ceil(ceil(rows / gpus) / cut.micro_rows)
 
 
 def _shard_gpus(config, layout):

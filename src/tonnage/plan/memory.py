@@ -39,9 +39,10 @@ def style_of(job: Job) -> Style:
     adapted = frozenset() if job.trains_all else frozenset(
         name for i in (0, job.architecture.num_layers - 1) for name in job.architecture.linear_shapes(i)
         if is_adapted(name, job.targets))
+    packed = job.packing and job.attention == "sdpa"
     return Style(compute_bytes=job.compute_bytes, trains_base=job.trains_all, weight_gradient_bytes=job.compute_bytes,
                  rank=job.rank, adapted=adapted, adapter_bytes=job.compute_bytes, flash=job.attention != "eager",
-                 masked=job.packing and job.attention == "sdpa")
+                 masked=packed, holds_mask=packed, dropout=job.dropout > 0, dora=job.adapter == "dora")
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ def loss_bytes(job: Job) -> LossBytes:
     """
     a, c, tokens = job.architecture, job.compute_bytes, job.micro_tokens
     hidden = tokens * a.hidden * c  # the positions with labels are copied
-    head = a.vocab * a.hidden if job.trains_all else 0
+    head = a.vocab * a.hidden if job.trains_head else 0
     cast = 0 if c == 4 else c
     if job.loss == "plain":
         logits = tokens * a.vocab
@@ -96,7 +97,8 @@ def assemble(job: Job, style: Style, spread: Spread, loss: LossBytes) -> Memory:
     if checkpointed and style.inputs_on_host:
         saved = [between if i < style.inputs_on_host else 0.0 for i in range(a.num_layers)]
     held = spread.weights | {"optimizer states": spread.states}
-    held_root = held | {"gathered for the whole step": spread.root.whole}
+    mask = job.micro_rows * job.seq_tokens**2 if style.holds_mask else 0  # one for all layers, a byte each
+    held_root = held | {"gathered for the whole step": spread.root.whole, "attention mask": mask}
     sums = spread.gradients if spread.sums is None else spread.sums
     summed = sums if job.accumulation_steps > 1 else 0.0
     copies = 1 if spread.flat else 2  # FSDP2 gathers into a buffer and copies out of it
@@ -134,7 +136,7 @@ def assemble(job: Job, style: Style, spread: Spread, loss: LossBytes) -> Memory:
             here |= {kept: sum(saved), "gradients of layer inputs": max(0, a.num_layers - 2 - i) * between}
         backward.append(here | {
             "one layer again, backward" if checkpointed else "one layer's backward":
-                layer.backward + (checkpointed and style.reentrant) * between,
+                max(layer.backward, style.dora * layer.forward) + (checkpointed and style.reentrant) * between,
             "gradients before they are reduced": reducing})
         still = unit.whole if spread.flat else 0.0  # weights are views of what the gradients are concatenated for
         backward.append(here | {"gathered": still + ahead, "one layer again, backward": 2 * boundary,

@@ -11,7 +11,7 @@ from pathlib import Path
 from tonnage.config.batch import micro_choices
 from tonnage.config.rules import Layout, resolve_layout
 from tonnage.config.schema import Config
-from tonnage.errors import ConfigError
+from tonnage.errors import ConfigError, NotFetched, UnknownFamily
 from tonnage.facts.architectures import Architecture
 from tonnage.facts.capabilities import chosen_of, violations
 from tonnage.facts.gpus import Gpu
@@ -50,19 +50,23 @@ def architecture_of(config: Config, folder: str | None = None) -> Architecture:
     """The shape of the config's model: by its name, else from the config.json in `folder` or at model.path.
 
     Raises:
-        ConfigError: neither is known here.
+        NotFetched: neither is known here.
+        UnknownFamily: of a family that is not counted by hand.
+        ConfigError: a config.json that cannot be used.
     """
     if config.model.name in MODELS:
         return MODELS[config.model.name].architecture
     folder = folder or config.model.path
     file = Path(folder or "") / "config.json"
     if not folder or not file.is_file():
-        raise ConfigError(f"model.path={config.model.path}: a plan needs a model of docs/models.md, or a folder with a "
+        raise NotFetched(f"model.path={config.model.path}: a plan needs a model of docs/models.md, or a folder with a "
                           f"config.json")
     try:
         return Architecture.from_hf_config(json.loads(file.read_text()))
-    except (json.JSONDecodeError, UnicodeDecodeError, AttributeError, TypeError) as error:
-        raise ConfigError(f"model.path={config.model.path}: its config.json cannot be read: {error}") from error
+    except UnknownFamily:
+        raise
+    except (json.JSONDecodeError, UnicodeDecodeError, AttributeError, TypeError, ConfigError) as error:
+        raise ConfigError(f"model.path={folder}: its config.json cannot be used: {error}") from error
 
 
 def make_plan(config: Config, layout: Layout, architecture: Architecture, gpu: Gpu) -> Plan:
@@ -70,8 +74,11 @@ def make_plan(config: Config, layout: Layout, architecture: Architecture, gpu: G
     job = job_of(config, layout, architecture)
     network = config.cluster.network_gb_s
     needed = memory(job)
-    kept = config.checkpoint.keep + config.checkpoint.keep_best + 1
-    return Plan(job, layout, gpu, needed, verdict(needed.peak_bytes, gpu.memory_gib),
+    every = config.checkpoint.keep_every_steps
+    for_good = config.train.max_steps // every if every and config.train.max_steps else 0
+    judged = bool(config.eval.path) or config.eval.holdout_fraction > 0
+    kept = config.checkpoint.keep + (config.checkpoint.keep_best and judged) + for_good + 1
+    return Plan(job, layout, gpu, needed, verdict(needed.peak_bytes, gpu.memory_gib, layout.gpus),
                 host(job, kept, cuda=layout.device == "cuda"),
                 step_time(job, gpu, NETWORK_GB_S if network == "auto" else network))
 
@@ -105,7 +112,7 @@ def settle_auto(config: Config, gpus: int, per_node: int, under_deepspeed: bool,
     """
     def fits(candidate):
         layout = resolve_layout(candidate, gpus, "cuda", per_node, under_deepspeed)
-        return verdict(memory(job_of(candidate, layout, architecture)).peak_bytes, gpu.memory_gib) == FITS
+        return verdict(memory(job_of(candidate, layout, architecture)).peak_bytes, gpu.memory_gib, gpus) == FITS
 
     for strategy in _strategies(config, gpus, per_node, under_deepspeed):
         *larger, smallest = _micro_batches(replace(config, strategy=replace(config.strategy, name=strategy)), gpus)

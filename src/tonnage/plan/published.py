@@ -4,6 +4,7 @@
 """
 
 import csv
+import math
 import re
 from collections import Counter
 from dataclasses import dataclass
@@ -138,6 +139,8 @@ def rows(path: Path | None = None) -> tuple[Row, ...]:
     lacking = sorted(NEEDED - set(next(csv.reader(lines[:1]), [])))
     if lacking:
         raise ConfigError(f"--validate {path}: has no column {', '.join(lacking)}; facts/published.csv shows all")
+    if len(lines) < 2:
+        raise ConfigError(f"--validate {path}: has no rows")
     return tuple(Row(**{name: _parsed(kind, line.get(name) or "") for name, kind in Row.__annotations__.items()})
                  for line in csv.DictReader(lines))
 
@@ -149,11 +152,12 @@ def _parsed(kind, text):
     if kind is str:
         return text
     if kind == int | None:
-        return int(text) if text.isdigit() else None
+        return int(text) if text.isdigit() and int(text) > 0 else None
     try:
-        return float(text) if text else None
+        number = float(text)
     except ValueError:
         return None
+    return number if math.isfinite(number) and number > 0 else None
 
 
 def architecture_of(row: Row):

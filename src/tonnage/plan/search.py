@@ -1,4 +1,4 @@
-"""The configurations that fit, ranked by predicted speed; and the nearest of them for a run that does not fit."""
+"""The configurations that fit, by predicted speed, and the nearest of them for a run that does not fit."""
 
 import itertools
 from collections import Counter
@@ -32,12 +32,18 @@ class Found:
     strategy: str
     micro_rows: int
     accumulation_steps: int | None
+    host_gib: float
+
+    @property
+    def learns_the_same(self) -> bool:
+        """Whether it is still the run that was asked for, done in another way."""
+        return not any(key in LEARNED for key in self.changed)
 
 
 @dataclass(frozen=True)
 class Search:
-    """`fitting` fastest first; `failing` counts what does not fit by (strategy, offload, adapter, checkpointing) with the
-    least share of memory that was seen there."""
+    """`fitting`: what learns the same first, then the fastest; `failing` counts what does not fit by (strategy, offload,
+    adapter, checkpointing) with the least share of memory that was seen there."""
 
     fitting: list[Found]
     failing: list[tuple[str, int, float]]
@@ -66,7 +72,7 @@ def search(config: Config, plan: Plan) -> Search:
                 f"{candidate.model.activation_checkpointing}")
         failing[what] += 1
         least[what] = min(least.get(what, one.share), one.share)
-    found.sort(key=lambda one: (one.verdict != FITS, -(one.tokens_per_s or 0), one.share))
+    found.sort(key=lambda one: (one.verdict != FITS, not one.learns_the_same, -(one.tokens_per_s or 0), one.share))
     return Search(found, sorted(((what, number, least[what]) for what, number in failing.items()),
                                 key=lambda row: row[2]), len(found) + failing.total())
 
@@ -89,9 +95,8 @@ def _candidates(config: Config, plan: Plan) -> Iterator[tuple[Config, dict[str, 
     """Configs and, by key, the words that make them of `config`; what is `auto` is tried as it is, too."""
     layout = plan.layout
     most = max(1, MOST_MICRO_TOKENS // config.data.seq_tokens)
-    strategies = [name for name in CAPABILITIES if not _is_less_sharding(name, layout)]
     axes = {
-        "strategy": dict.fromkeys((config.strategy.name, *strategies)),
+        "strategy": dict.fromkeys((config.strategy.name, *CAPABILITIES)),
         "strategy.offload": dict.fromkeys((config.strategy.offload, "none", "optimizer", "all")),
         "model.activation_checkpointing": ("none", "full"),
         "adapter": dict.fromkeys((config.adapter.name, "lora")),
@@ -106,14 +111,16 @@ def _candidates(config: Config, plan: Plan) -> Iterator[tuple[Config, dict[str, 
         if "batch.micro_rows" in words and config.batch.accumulation_steps != "auto":
             words["batch.accumulation_steps"] = "batch.accumulation_steps=auto"
             candidate = replace(candidate, batch=replace(candidate.batch, accumulation_steps="auto"))
-        if not (candidate.strategy.name != "auto" and violations(candidate.strategy.name, chosen_of(candidate))):
+        name = candidate.strategy.name
+        if name == "auto" or not (_is_another(candidate, layout) or violations(name, chosen_of(candidate))):
             yield candidate, words
 
 
-def _is_less_sharding(strategy, layout):
-    """Whether a strategy is another one on these GPUs."""
-    one_node = layout.gpus <= layout.gpus_per_node
-    return layout.gpus == 1 and strategy in ("zero3", "fsdp", "hsdp") or strategy == "hsdp" and one_node
+def _is_another(candidate, layout):
+    """Whether the strategy does on these GPUs what one with less sharding does."""
+    name, one_node = candidate.strategy.name, layout.gpus <= layout.gpus_per_node
+    alone = layout.gpus == 1 and name in ("zero3", "fsdp") and candidate.strategy.offload == "none"
+    return alone or name == "hsdp" and one_node
 
 
 def _changed(config, strategy, offload, checkpointing, adapter, optimizer, precision, micro_rows):
@@ -135,7 +142,8 @@ def _evaluate(candidate, words, plan, gpu=None):
         override=" ".join(words.values()), changed=tuple(words), verdict=found.verdict,
         peak_gib=found.memory.peak_bytes / 2**30, share=found.share, peak_phase=found.memory.peak_phase,
         tokens_per_s=found.speed.tokens_per_s if found.speed else None, strategy=layout.strategy,
-        micro_rows=layout.cut.micro_rows, accumulation_steps=layout.cut.accumulation_steps)
+        micro_rows=layout.cut.micro_rows, accumulation_steps=layout.cut.accumulation_steps,
+        host_gib=found.host.memory_gib)
 
 
 def _more_gpus(config, plan):
@@ -154,7 +162,9 @@ def _larger_gpu(config, plan):
     """The smallest GPU of the table on which it fits as it is."""
     for gpu in sorted(GPUS.values(), key=lambda gpu: gpu.memory_gib):
         if gpu.memory_gib > plan.gpu.memory_gib:
-            one = _evaluate(_freed(config), {"gpu": f"gpu={gpu.name}"} | _freeing(config), plan, gpu)
+            stated = {"gpu.memory_gib": config.gpu.memory_gib, "gpu.price_usd_h": config.gpu.price_usd_h}
+            words = {key: f"{key}=null" for key, value in stated.items() if value is not None}
+            one = _evaluate(_freed(config), {"gpu": f"gpu={gpu.name}"} | words | _freeing(config), plan, gpu)
             if one is not None and one.verdict == FITS:
                 return one
     return None

@@ -19,7 +19,7 @@ NETWORK_GB_S = 50.0  # one 400 Gb/s InfiniBand port a GPU. Source: NVIDIA DGX H1
 
 # Share of the dense bf16 peak (`Gpu.bf16_tflops`) that the products of a training step sustain at the clocks that the
 # power allows; fitted on 51, 15, 5 and 2 rows. No row tells of blackwell and cdna3: they get hopper's share, 0.65, of
-# the fastest product measured on them (`Gpu.matmul_tflops`).
+# the fastest product measured on them (`Gpu.matmul_tflops`); cards with PCIe alone (L4, L40S, A10, A6000) geforce's.
 MATMUL_FRACTION = {"ampere": 0.76, "geforce": 0.90, "hopper": 0.52, "h20": 0.95, "blackwell": 0.50, "cdna3": 0.33}
 # As above for flash attention, forward and backward. Source: arXiv 2307.08691, section 4.1 (A100: 170 to 190 of 312
 # TFLOP/s, H100: up to 335 of 989). Assumed for the rest: like these, and near its own low peak on an H20.
@@ -120,10 +120,11 @@ def step_time(job: Job, gpu: Gpu, network_gb_s: float = NETWORK_GB_S, base_bytes
     micro_step_s = forward_s + backward_s + exposed_s + micro_transfer_s
     micro_steps, optimizer_s = job.accumulation_steps, host_s or _optimizer_s(job, gpu)
     step_s = micro_steps * micro_step_s + step_communication_s + step_transfer_s + optimizer_s
-    tokens_per_s_per_gpu = micro_steps * job.micro_tokens / step_s
+    tokens_per_s = job.step_tokens / step_s  # of the window as it is, not of micro-batches that are all full
+    tokens_per_s_per_gpu = tokens_per_s / job.gpus
     flops = flops_per_token(job)
     return Speed(
-        tokens_per_s=tokens_per_s_per_gpu * job.gpus, tokens_per_s_per_gpu=tokens_per_s_per_gpu, step_s=step_s,
+        tokens_per_s=tokens_per_s, tokens_per_s_per_gpu=tokens_per_s_per_gpu, step_s=step_s,
         micro_step_s=micro_step_s, compute_s=micro_steps * (forward_s + backward_s),
         communication_s=micro_steps * sum(gathered + reduced for _, gathered, reduced in parts) + step_communication_s,
         exposed_s=micro_steps * exposed_s + step_communication_s, optimizer_s=optimizer_s,
@@ -242,7 +243,8 @@ def _replicas_s(job, gpu, network_gb_s):
         return 0.0
     size = 2 * REDUCE_BYTES * job.trained_parameters / job.shard_gpus * (replicas - 1) / replicas
     within = gpu.link_gb_s * (PCIE_FRACTION if gpu.has_pcie_only else NVLINK_FRACTION)
-    return size / (min(within, network_gb_s) * 1e9 if job.gpus > job.gpus_per_node else within * 1e9)
+    between = network_gb_s * NVLINK_FRACTION
+    return size / ((min(within, between) if job.gpus > job.gpus_per_node else within) * 1e9)
 
 
 def _optimizer_s(job, gpu):

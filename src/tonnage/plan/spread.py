@@ -3,7 +3,7 @@
 Sources: FSDP2, torch 2.13 torch/distributed/fsdp/_fully_shard; ZeRO, DeepSpeed 0.19.8 runtime/zero, and arXiv 1910.02054.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tonnage.facts.capabilities import CAPABILITIES
 from tonnage.plan.job import Job
@@ -70,7 +70,8 @@ def trained_sizes(job: Job) -> tuple[list[int], int, int, int]:
     """(parameters of each layer, of the embedding, of the head, of the final norm) that are trained."""
     a = job.architecture
     if not job.trains_all:
-        return list(job.adapter_parameters), 0, 0, 0
+        beside = (a.embedding_parameters, a.head_parameters) if job.trains_embeddings else (0, 0)
+        return list(job.adapter_parameters), *beside, 0
     layers = [layer.total for layer in a.layers]
     return layers, a.embedding_parameters, a.head_parameters, a.final_norm
 
@@ -80,7 +81,8 @@ def _fsdp(job):
     a, c, n = job.architecture, job.compute_bytes, job.shard_gpus
     layers, embedding, head, norm = trained_sizes(job)
     trained = job.trained_parameters
-    managed = job.trains_all or n > 1  # else frozen weights are left alone and adapters are one group
+    # where nothing is gathered or moved, frozen weights are left alone and adapters are one group
+    managed = job.trains_all or n > 1 or job.offload != "none"
     frozen = 0 if job.trains_all else a.num_parameters
     all_layers = [layer.total + adapter for layer, adapter in zip(a.layers, job.adapter_parameters, strict=True)]
 
@@ -89,12 +91,18 @@ def _fsdp(job):
 
     if managed:
         units = tuple(unit(*sizes) for sizes in zip(all_layers, layers, strict=True))
+        copies = 2 if job.trains_embeddings else 1  # peft trains a copy beside the frozen one
         if a.tied_embeddings:  # used first and last, so it stays with the root
-            root = unit(a.embedding_parameters + a.final_norm, embedding + norm)
+            root = unit(copies * a.embedding_parameters + a.final_norm, embedding + norm)
             embedding, head = Unit(), Unit()
         else:
-            embedding, head, root = (unit(a.embedding_parameters, embedding), unit(a.head_parameters, head),
-                                     unit(a.final_norm, norm))
+            embedding, head, root = (unit(copies * a.embedding_parameters, embedding),
+                                     unit(copies * a.head_parameters, head), unit(a.final_norm, norm))
+        if not job.reshard_after_forward and n > 1:
+            wholes = [one.whole for one in (*units, embedding)]  # kept from forward to backward, beside the last buffer
+            root = replace(root, whole=root.whole + sum(wholes) + max(wholes))
+            units = tuple(replace(one, whole=0.0) for one in units)
+            embedding = replace(embedding, whole=0.0)
     else:
         units = (Unit(),) * a.num_layers
         embedding, head, root = Unit(), Unit(), Unit(c * trained, c * trained, MASTER * trained)
@@ -104,7 +112,7 @@ def _fsdp(job):
         weights={name: size for name, size in weights.items() if size and here},
         states=here * STATES[job.optimizer] * trained / n, gradients=here * MASTER * trained / n, share=here / n,
         layers=units, embedding=embedding, head=head, root=root,
-        save=MASTER * max(layers + [a.embedding_parameters if job.trains_all else 0]))
+        save=MASTER * max(layers + [a.embedding_parameters if job.trains_head else 0]))
 
 
 def _zero(job):
@@ -133,7 +141,7 @@ def _zero(job):
     gathered = 0.0
     if stage == 3:
         weights["reduce bucket"] = MASTER * limits.reduce_bucket_size
-        if n > 1:
+        if n > 1 or all_offloaded:
             everything = a.num_parameters + (0 if job.trains_all else trained)
             largest = max([layer.total for layer in a.layers] + [a.embedding_parameters])
             gathered = c * min(everything, max(limits.stage3_max_live_parameters, largest))

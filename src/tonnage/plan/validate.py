@@ -185,7 +185,7 @@ def _case(row: Row, found: Published | str, peak: float | str) -> Case:
     why = None if row.peak_gib is not None and kind in (*TENSORS, "reserved", "device") else (
         "it did not fit" if row.did_not_fit else "what was measured is not stated")
     return Case(row.id, row.source, family, half, size, row.peak_gib, kind, None if why else size / row.peak_gib - 1,
-                verdict(peak, gpu.memory_gib) if gpu else None, why)
+                verdict(peak, gpu.memory_gib, row.world or 1) if gpu else None, why)
 
 
 def outside_gib(kind: str, tensors_gib: float, gpus: int) -> float:
@@ -281,4 +281,7 @@ def plot(found: Validation, path: Path) -> None:
         axis.set_ticks([], minor=True)
     axes.set(xlim=ends, ylim=ends)
     axes.legend()
-    figure.savefig(path)
+    try:
+        figure.savefig(path)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--plot={path}: cannot be written: {error}") from error
