@@ -87,8 +87,9 @@ def assemble(job: Job, style: Style, spread: Spread, loss: LossBytes) -> Memory:
     boundary = job.micro_tokens * a.hidden * style.compute_bytes
     checkpointed = job.checkpointing == "full"
     kept = "layer inputs" if checkpointed else "saved activations"
-    # a norm that casts its input does not save it
-    saved = [boundary if checkpointed else layer.saved + style.fused_norm * boundary for layer in layers]
+    # a norm that casts its input saves the cast instead
+    saves_input = style.fused_norm or style.compute_bytes == 4
+    saved = [boundary if checkpointed else layer.saved + saves_input * boundary for layer in layers]
     held = spread.weights | {"optimizer states": spread.states}
     held_root = held | {"gathered for the whole step": spread.root.whole}
     summed = spread.gradients if job.accumulation_steps > 1 else 0.0
