@@ -115,6 +115,7 @@ def assemble(job: Job, style: Style, spread: Spread, loss: LossBytes) -> Memory:
               end | {"gradients before they are reduced": head.gradient + head.reduced, "logits and loss": loss.after}]
 
     backward, above, reducing = [], spread.head.reduced, spread.head.reduced
+    held_root |= {"gradient of a tied head": spread.root_gradient}
     for i in reversed(range(a.num_layers)):
         layer, unit = layers[i], spread.layers[i]
         ahead = spread.layers[i - 1].whole if i else spread.embedding.whole

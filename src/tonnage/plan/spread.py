@@ -32,8 +32,9 @@ class Spread:
 
     `weights`: kept at all times, by kind. `states`: of the optimizer. `gradients`: when all are summed. `share`: of a
     unit's fp32 gradient that stays here. `root` is gathered from forward to the end of backward, the others when they
-    are used. `reduce`: buffers at the end of backward. `second_sum`: of gradients, held in backward while
-    accumulating. `step`: temporaries of the optimizer step. `save`: of writing a checkpoint.
+    are used. `root_gradient`: of a head tied to the embedding, held from the loss to the end of backward. `reduce`: buffers
+    at the end of backward. `second_sum`: of gradients, held in backward while accumulating. `step`: temporaries of the
+    optimizer step. `save`: of writing a checkpoint.
     """
 
     weights: dict[str, float]
@@ -44,6 +45,7 @@ class Spread:
     embedding: Unit = Unit()
     head: Unit = Unit()
     root: Unit = Unit()
+    root_gradient: float = 0.0
     reduce: float = 0.0
     second_sum: float = 0.0
     step: float = 0.0
@@ -93,6 +95,7 @@ def _fsdp(job):
         weights={name: size for name, size in weights.items() if size and here},
         states=here * STATES[job.optimizer] * trained / n, gradients=here * MASTER * trained / n, share=here / n,
         layers=units, embedding=embedding, head=head, root=root,
+        root_gradient=c * a.embedding_parameters * (job.trains_all and a.tied_embeddings),
         save=MASTER * max(layers + [a.embedding_parameters if job.trains_all else 0]))
 
 
