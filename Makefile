@@ -3,7 +3,8 @@ PYTHON ?= python3
 PY := .venv/bin/python
 export TOKENIZERS_PARALLELISM := true
 
-.PHONY: setup demo test test-slow test-all checks docs equivalence kill-test readme validate bench-trl bench-overhead
+.PHONY: setup demo test test-slow test-all checks docs equivalence kill-test readme validate bench-trl bench-overhead \
+	bench-plan docs-memory
 
 setup: .venv/ready
 
@@ -58,3 +59,10 @@ bench-trl: setup
 
 bench-overhead: setup
 	$(PY) benchmarks/overhead.py
+
+bench-plan: setup
+	$(PY) benchmarks/plan.py
+
+# measures (minutes), then writes docs/memory.md
+docs-memory: setup
+	$(PY) benchmarks/memory.py

@@ -91,9 +91,10 @@ def assemble(job: Job, style: Style, spread: Spread, loss: LossBytes) -> Memory:
     between = job.micro_tokens * a.hidden * (style.stream_bytes or style.compute_bytes)
     checkpointed = job.checkpointing == "full"
     kept = "layer inputs" if checkpointed else "saved activations"
-    # a norm that casts its input does not save it
+    # a norm that casts its input saves the cast instead
+    saves_input = style.fused_norm or style.compute_bytes == 4
     between *= 4 if checkpointed and style.checkpoints_parts else 1
-    saved = [between if checkpointed else layer.saved + style.fused_norm * boundary for layer in layers]
+    saved = [between if checkpointed else layer.saved + saves_input * boundary for layer in layers]
     if checkpointed and style.inputs_on_host:
         saved = [between if i < style.inputs_on_host else 0.0 for i in range(a.num_layers)]
     held = spread.weights | {"optimizer states": spread.states}

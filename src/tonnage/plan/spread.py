@@ -50,6 +50,7 @@ class Spread:
     embedding: Unit = Unit()
     head: Unit = Unit()
     root: Unit = Unit()
+    root_gradient: float = 0.0
     reduce: float = 0.0
     second_sum: float = 0.0
     step: float = 0.0
@@ -112,6 +113,7 @@ def _fsdp(job):
         weights={name: size for name, size in weights.items() if size and here},
         states=here * STATES[job.optimizer] * trained / n, gradients=here * MASTER * trained / n, share=here / n,
         layers=units, embedding=embedding, head=head, root=root,
+        root_gradient=c * a.embedding_parameters * (job.trains_head and a.tied_embeddings),
         save=MASTER * max(layers + [a.embedding_parameters if job.trains_head else 0]))
 
 

@@ -39,8 +39,8 @@ def loss_phase(tracker: Tracker, head: LossHead) -> Iterator[None]:
 
 
 def tracked_window(tracker: Tracker, engine: Engine, head: LossHead, batches: Iterable[MicroBatch], scale: float,
-                   learning_rate: float, note: Callable[[str], None]) -> None:
-    """Forward, loss and backward of each micro-batch, then the step.
+                   learning_rate: float, note: Callable[[str], None]) -> torch.Tensor:
+    """Forward, loss and backward of each micro-batch, then the step; returns the sum of token losses.
 
     Args:
         note: called with what is behind, after each backward and after the step, to book what is known by identity.
@@ -60,6 +60,7 @@ def tracked_window(tracker: Tracker, engine: Engine, head: LossHead, batches: It
     engine.step(learning_rate)
     note("step")
     tracker.enter("rest")
+    return total
 
 
 def book_fsdp(tracker: Tracker, engine: Engine) -> None:
