@@ -35,9 +35,10 @@ class Spread:
     are used. `reduce`: buffers at the end of backward. `second_sum`: of gradients, held in backward while
     accumulating. `step`: temporaries of the optimizer step. `save`: of writing a checkpoint.
 
+    `root_gradient`: of weights outside of layers, whole from the loss on; here that of a head tied to the embedding.
+
     What follows is of other frameworks (plan.profiles). `flat`: FSDP1, which gathers in place, one layer at a time in
-    forward, and has reduced a layer's gradients before the next layer's are made. `root_gradient`: of weights outside of
-    layers, whole from the loss on. `keeps_input_gradients`: the inputs of checkpointed layers, and their gradients, are
+    forward, and has reduced a layer's gradients before the next layer's are made. `keeps_input_gradients`: the inputs of checkpointed layers, and their gradients, are
     alive to the end of backward. `prefetches`: the next layer is gathered during the backward of one. `sums`: of
     gradients between micro-batches, where these are not `gradients`.
     """
@@ -50,7 +51,6 @@ class Spread:
     embedding: Unit = Unit()
     head: Unit = Unit()
     root: Unit = Unit()
-    root_gradient: float = 0.0
     reduce: float = 0.0
     second_sum: float = 0.0
     step: float = 0.0
