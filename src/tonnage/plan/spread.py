@@ -38,9 +38,9 @@ class Spread:
     `root_gradient`: of weights outside of layers, whole from the loss on; here that of a head tied to the embedding.
 
     What follows is of other frameworks (plan.profiles). `flat`: FSDP1, which gathers in place, one layer at a time in
-    forward, and has reduced a layer's gradients before the next layer's are made. `keeps_input_gradients`: the inputs of checkpointed layers, and their gradients, are
-    alive to the end of backward. `prefetches`: the next layer is gathered during the backward of one. `sums`: of
-    gradients between micro-batches, where these are not `gradients`.
+    forward, and has reduced a layer's gradients before the next layer's are made. `keeps_input_gradients`: the inputs
+    of checkpointed layers, and their gradients, are alive to the end of backward. `prefetches`: the next layer is
+    gathered during the backward of one. `sums`: of gradients between micro-batches, where these are not `gradients`.
     """
 
     weights: dict[str, float]
