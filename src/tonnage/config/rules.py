@@ -61,6 +61,9 @@ def _broken_rules(config, gpus, per_node, device, strategy):
         (config.data.path is not None and bool(config.data.sets), "data.path: not together with data.sets; give one"),
         (not config.data.path and not config.data.sets,
          "data.path: must be given for data=files: a file, a folder or a hub id"),
+        (hang_s(config) >= config.cluster.timeout_s,
+         f"cluster.hang_s={config.cluster.hang_s}: must be below cluster.timeout_s={config.cluster.timeout_s:g}, or the "
+         f"time-out ends the run before the rank at fault is named; use auto"),
         (config.gpu.name == "other" and config.gpu.memory_gib is None,
          "gpu.memory_gib: must be given for gpu=other: what torch sees of its memory, in GiB"),
         (not config.adapter.targets, "adapter.targets=[]: names nothing to adapt; use adapter.targets=[all-linear]"),
@@ -118,6 +121,11 @@ def _shard_rules(config, gpus, per_node, strategy):
         fitting = max(size for size in range(1, gpus + 1) if gpus % size == 0 and size <= shard)
         return [f"strategy.shard_gpus={shard}: must divide gpus={gpus}; try {fitting}"]
     return []
+
+
+def hang_s(config: Config) -> float:
+    """Seconds one phase of a rank may take."""
+    return config.cluster.timeout_s * 2 / 3 if config.cluster.hang_s == "auto" else config.cluster.hang_s
 
 
 def freeze(config: Config, layout: Layout) -> Config:

@@ -24,6 +24,8 @@ def quiet_libraries() -> None:
     os.environ.setdefault("DEEPSPEED_LOG_LEVEL", "error")
     os.environ.setdefault("BITSANDBYTES_NOWELCOME", "1")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # collectives that are remembered, for runtime/watchdog.py
+    os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
     os.environ.setdefault("TORCH_LOGS", "-torch.utils._pytree")  # deprecation notes that torchao causes
     if driver_present():
         # rows of uneven length fragment the allocator until a late out-of-memory error

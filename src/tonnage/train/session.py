@@ -2,6 +2,7 @@
 
 import importlib.util
 import math
+import os
 import signal
 import time
 from contextlib import contextmanager
@@ -37,17 +38,39 @@ from tonnage.train.source import PreparedSource, Source, StreamSource
 
 
 class StopRequest:
-    """SIGINT or SIGTERM once: stop at the next window with a checkpoint. SIGINT twice: stop now."""
+    """SIGINT, SIGTERM or a file `stop` in the run folder: stop at the next micro-batch, with a checkpoint.
 
-    def __init__(self):
-        self.requested = False
+    SIGINT twice, or any of them before there is something to save (`armed` is False): stop now.
+    """
+
+    BY_FILE = 1  # no signal of that number stops a run
+
+    def __init__(self, folder: Path):
+        self.folder, self.requested, self.armed, self.process = folder, 0, False, os.getpid()
         signal.signal(signal.SIGTERM, self._handle)
         signal.signal(signal.SIGINT, self._handle)
 
     def _handle(self, number, _):
-        if self.requested and number == signal.SIGINT:
+        if os.getpid() != self.process:  # a library's worker has inherited this: it ends, the run decides for itself
+            os._exit(128 + number)
+        now = number == signal.SIGINT if self.requested else not self.armed
+        self.requested = self.requested or number
+        if now:
             raise KeyboardInterrupt
-        self.requested = True
+
+    def asked(self, look: bool) -> int:
+        """0, the number of the signal, or BY_FILE; only a rank that is to `look` asks the disk."""
+        return self.requested or (self.BY_FILE if look and (self.folder / runs.STOP_FILE).exists() else 0)
+
+    def look(self) -> None:
+        """Before there is something to save, a stop file is as good as a signal; called beside the main thread."""
+        if not self.armed and not self.requested and (self.folder / runs.STOP_FILE).exists():
+            os.kill(self.process, signal.SIGTERM)
+
+    def reason(self, asked: int) -> str:
+        """Why the run stops, for status.json."""
+        named = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}.get(asked, f"file {runs.STOP_FILE}")
+        return runs.stop_wanted(self.folder) or named  # who asks by file may send a signal, too
 
 
 @dataclass
@@ -77,6 +100,7 @@ class Session:
     stop: StopRequest
     position: checkpoint.Position = field(default_factory=checkpoint.Position)
     last_saved: int | None = None
+    stopped_by: str = ""
     _status_at: float = 0.0
 
     @property
@@ -99,9 +123,14 @@ class Session:
                               attempt=self.attempt, resumable=state != "done", **facts)
 
     def stop_agreed(self) -> bool:
-        """Whether any rank has been asked to stop (collective)."""
-        asked = torch.tensor(int(self.stop.requested))
-        dist.all_reduce(asked, group=self.group)
+        """Whether any rank has been asked to stop (collective, at the same place on all ranks).
+
+        134 us on two busy CPU ranks. Ranks do not wait long: cut_window gives their micro-batches rows of like length.
+        """
+        asked = torch.tensor(self.stop.asked(look=self.rank == 0))
+        dist.all_reduce(asked, op=dist.ReduceOp.MAX, group=self.group)
+        if asked and not self.stopped_by:
+            self.stopped_by = self.stop.reason(int(asked))
         return bool(asked)
 
     def evaluate(self) -> None:
@@ -124,6 +153,8 @@ class Session:
     def answers(self, title: str) -> None:
         """Print answers to eval.prompts."""
         for prompt in self.config.eval.prompts:
+            if self.stop_agreed():
+                return
             text = answer(self.engine, self.tokenizer, prompt, self.config.data.system, self.config.eval.prompt_tokens)
             LOG.info(f"{title}\n  > {prompt}\n  {text}")
 
@@ -234,7 +265,7 @@ def engine_parts(config: Config, folder: str, attention: str) -> Parts:
 
 def open_session(config: Config, run_folder: Path, model_folder: str, layout: Layout, attempt: int,
                  patient_group: dist.ProcessGroup, device: torch.device, rows: tuple[Rows | None, Rows | None],
-                 start_from: Path | None = None) -> Session:
+                 stop: StopRequest, start_from: Path | None = None) -> Session:
     """Build engine, data source and reporting, and go to where the newest complete checkpoint stands (collective).
 
     Args:
@@ -276,7 +307,7 @@ def open_session(config: Config, run_folder: Path, model_folder: str, layout: La
         tokenizer=tokenizer, flat=flat, eval_rows=eval_rows, num_steps=num_steps,
         peak_rate=peak_learning_rate(config.optimizer, config.adapter.name, cut.global_rows), attempt=attempt,
         metrics=Metrics(run_folder, config.tracker, attempt, runs.read_config(run_folder)) if main else None,
-        progress=StepProgress(num_steps, position.step, show=main), stop=StopRequest(), position=position,
+        progress=StepProgress(num_steps, position.step, show=main), stop=stop, position=position,
         last_saved=last_saved)
 
 
