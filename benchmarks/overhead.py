@@ -147,7 +147,7 @@ def open_session(args, strategy: str, precision: str, group):
     rows = sessions.prepare_data(config, folder, progress=False)
     with contextlib.redirect_stdout(io.StringIO()):  # no terminal, so no progress bar between the tables
         session = sessions.open_session(config, run, folder, layout, 1, group, torch.device("cpu"), rows,
-                                        sessions.StopRequest(run))
+                                        sessions.StopRequest(run, say=False))
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a session would save and go on with the next block
     return session, folder
 

@@ -11,6 +11,8 @@ import sys
 from dataclasses import asdict, astuple, dataclass, replace
 from pathlib import Path
 
+import _installed  # noqa: F401 - first
+
 from tonnage.config import rules
 from tonnage.config.batch import BatchCut
 from tonnage.config.compose import (
@@ -139,7 +141,8 @@ def launch(command: CommandLine, config: Config) -> int:
         role = "start"  # there must be somebody to start it again
     if role == "start":
         start, lock = begin(command, config, machine)
-        return supervise(lambda restart: _start(start.folder, gpus, restart), start.folder, config.cluster.max_restarts)
+        with lock:
+            return supervise(lambda restart: _start(start.folder, gpus, restart), start.folder, config.cluster.max_restarts)
     return be_rank(command, config, machine, place)
 
 
@@ -305,6 +308,8 @@ def be_rank(command: CommandLine, config: Config, machine: Machine, place) -> in
         return code
     finally:
         dist.destroy_process_group()
+        if lock is not None:
+            lock.close()
 
 
 def _attempt(folder):

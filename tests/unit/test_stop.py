@@ -18,7 +18,7 @@ from tonnage.train.source import StreamSource
 @pytest.fixture
 def stop(tmp_path):
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    yield StopRequest(tmp_path)
+    yield StopRequest(tmp_path, say=True)
     for number, handler in before.items():
         signal.signal(number, handler)
 

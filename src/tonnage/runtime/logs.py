@@ -68,6 +68,8 @@ def log_to_folder(folder: Path, rank: int) -> None:
         if rank != 0:
             LOG.removeHandler(handler)
     LOG.addHandler(file)
+    # NCCL's last collectives, when one times out: read when they are written
+    os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(folder / "logs" / "collectives-rank-"))
     logging.getLogger().addHandler(file)
     for name in ("py.warnings", *NOISY):
         redirect(name)

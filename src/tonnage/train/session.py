@@ -41,22 +41,30 @@ class StopRequest:
     """SIGINT, SIGTERM or a file `stop` in the run folder: stop at the next micro-batch, with a checkpoint.
 
     SIGINT twice, or any of them before there is something to save (`armed` is False): stop now.
+
+    Args:
+        say: tell the user so, on rank 0.
     """
 
     BY_FILE = 1  # no signal of that number stops a run
 
-    def __init__(self, folder: Path):
-        self.folder, self.requested, self.armed, self.process = folder, 0, False, os.getpid()
+    def __init__(self, folder: Path, say: bool):
+        self.folder, self.say, self.requested, self.armed, self.process = folder, say, 0, False, os.getpid()
         signal.signal(signal.SIGTERM, self._handle)
         signal.signal(signal.SIGINT, self._handle)
 
     def _handle(self, number, _):
         if os.getpid() != self.process:  # a library's worker has inherited this: it ends, the run decides for itself
             os._exit(128 + number)
-        now = number == signal.SIGINT if self.requested else not self.armed
-        self.requested = self.requested or number
-        if now:
+        again, self.requested = self.requested, self.requested or number
+        if number == signal.SIGINT if again else not self.armed:
             raise KeyboardInterrupt
+        if self.say and not again:
+            # not print: the handler may have interrupted one, which must not be entered again. On a terminal the line
+            # goes over the progress bar, which is drawn again below it
+            over = "\r\x1b[2K" if os.isatty(2) else ""
+            os.write(2, f"{over}stopping behind this micro-batch with a checkpoint; Ctrl-C again stops now, without one\n"
+                     .encode())
 
     def asked(self, look: bool) -> int:
         """0, the number of the signal, or BY_FILE; only a rank that is to `look` asks the disk."""
@@ -100,6 +108,7 @@ class Session:
     stop: StopRequest
     position: checkpoint.Position = field(default_factory=checkpoint.Position)
     last_saved: int | None = None
+    input_tokens: int = 0  # of this attempt
     stopped_by: str = ""
     _status_at: float = 0.0
 
