@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 
 from tonnage.runtime import runs
+from tonnage.runtime.ranks import RUN_VARIABLE
 
 LOOK_EVERY_S = 10.0
 SILENT_LOOKS = 4  # a rank that has not written its place for so many looks does not run at all
@@ -67,6 +68,8 @@ class _Watch:
     def run(self):
         # looks are counted, not the clock's time: a process that a scheduler has suspended does not hang
         seen, idle_s = None, 0.0
+        with suppress(OSError):
+            write_place(self.folder, self.rank, idle_s)
         while not self.ended.wait(self.every_s):
             self.look()
             idle_s = idle_s + self.every_s if seen == _number and _counting else 0.0
@@ -89,7 +92,8 @@ class _Watch:
             if runs.read_status(self.folder).get("state") == "running":
                 runs.settle(self.folder, "failed", f"{text}; stacks: {self.folder}/logs/rank-*.stack; go on with "
                             f"run={self.folder}", cause="hang", exit_code=1)
-        print(f"error: {text}", file=sys.stderr, flush=True)
+        if RUN_VARIABLE not in os.environ:  # else the supervisor says it
+            print(f"error: {text}", file=sys.stderr, flush=True)
         os._exit(1)  # the main thread is where nothing reaches it
 
 

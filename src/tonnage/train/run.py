@@ -17,13 +17,13 @@ from tonnage.config.rules import Layout, hang_s
 from tonnage.config.schema import Config
 from tonnage.data.formats import log_skipped
 from tonnage.data.prepare import describe
-from tonnage.errors import EXIT_DONE, EXIT_STOPPED_RESUMABLE, DataError, DoesNotFit
+from tonnage.errors import EXIT_DONE, EXIT_STOPPED_RESUMABLE, DataError, DoesNotFit, RankLost
 from tonnage.models.build import count_by_kind
 from tonnage.report.console import count, memory_gib, number, table
 from tonnage.runtime import runs
 from tonnage.runtime.agreement import agree
 from tonnage.runtime.logs import LOG
-from tonnage.runtime.watchdog import read_places, watching
+from tonnage.runtime.watchdog import read_places, watching, write_place
 from tonnage.train.loop import train
 from tonnage.train.session import Session, StopRequest, open_session, prepare_data
 
@@ -59,6 +59,12 @@ def _guarded(start, config, group, layout, device, stop):
         if not stop.armed and stop.asked(look=True):  # another rank was quicker to end, and took the connection with it
             _note_stop(start, stop)
             raise KeyboardInterrupt from error
+        cause = _cause(error)
+        if cause != "fault":
+            lost = RankLost(f"{_first_sentence(error)}; last seen: {_places(start.folder)}")
+            _note_failure(start, session, lost, cause)
+            LOG.debug("lost", exc_info=error)
+            raise lost from error
         _note_failure(start, session, error)
         raise
     finally:
@@ -91,24 +97,31 @@ def _note_stop(start, stop):
         runs.forget_stop(start.folder)
 
 
-def _note_failure(start, session, error):
+def _note_failure(start, session, error, cause="fault"):
     """The first failure of an attempt stays in status.json: what follows on other ranks is a lost connection."""
     if runs.read_status(start.folder).get("state") != "running":
         return
-    cause, message = _cause(error), f"{type(error).__name__}: {error}"
-    if cause == "connection":
-        places = read_places(start.folder, dist.get_world_size(), silent_s=math.inf)
-        message += "; last seen: " + "; ".join(f"rank {one['rank']} ({one['host']}) in {one['where']}" for one in places)
     with suppress(OSError):  # a full disk must not hide what happened
-        runs.write_status(start.folder, "failed", message, attempt=start.attempt, resumable=True, cause=cause,
-                          step=session.position.step if session else 0, exit_code=getattr(error, "exit_code", 1))
+        runs.settle(start.folder, "failed", f"{type(error).__name__}: {error}", cause=cause,
+                    exit_code=getattr(error, "exit_code", 1), **({"step": session.position.step} if session else {}))
 
 
 def _cause(error):
-    """`connection` or `device` where starting again may help: see runtime/supervisor.py."""
+    """`connection` or `device` where starting again may help (see runtime/supervisor.py), else `fault`."""
     if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error)):
         return "connection"
     return "device" if isinstance(error, torch.AcceleratorError) else "fault"
+
+
+def _first_sentence(error):
+    return (str(error).strip() or repr(error)).splitlines()[0].split(". ")[0]
+
+
+def _places(folder):
+    with suppress(OSError):
+        write_place(folder, dist.get_rank(), 0.0)
+    places = read_places(folder, dist.get_world_size(), silent_s=math.inf)
+    return "; ".join(f"rank {one['rank']} ({one['host']}) in {one['where']}" for one in places)
 
 
 def _hash(config):
@@ -139,6 +152,7 @@ def _train(s: Session, layout: Layout, rows) -> int:
         s.status("stopped", f"stopped on request ({s.stopped_by}) after step {s.position.step}; go on with run={s.folder}",
                  reason=s.stopped_by, exit_code=EXIT_STOPPED_RESUMABLE)
         _forget_stop(s)
+        dist.barrier(group=s.group)  # torchrun ends all ranks as soon as one has ended with 75
         LOG.info(f"stopped ({s.stopped_by}) after step {s.position.step}, checkpoint written; go on with run={s.folder}")
         return EXIT_STOPPED_RESUMABLE
     s.answers("after training")
