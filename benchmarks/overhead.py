@@ -146,7 +146,8 @@ def open_session(args, strategy: str, precision: str, group):
     folder = resolve_folder(config.model)
     rows = sessions.prepare_data(config, folder, progress=False)
     with contextlib.redirect_stdout(io.StringIO()):  # no terminal, so no progress bar between the tables
-        session = sessions.open_session(config, run, folder, layout.strategy, 1, 1, group, torch.device("cpu"), rows)
+        session = sessions.open_session(config, run, folder, layout, 1, group, torch.device("cpu"), rows,
+                                        sessions.StopRequest(run, say=False))
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a session would save and go on with the next block
     return session, folder
 

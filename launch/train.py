@@ -5,6 +5,7 @@ it froze there.
 """
 
 import os
+import signal
 import socket
 import sys
 from dataclasses import asdict, astuple, dataclass, replace
@@ -45,6 +46,7 @@ from tonnage.runtime import runs
 from tonnage.runtime.driver import host_memory, known_gpu
 from tonnage.runtime.entry import guarded, run_script
 from tonnage.runtime.logs import log_to_folder, quiet_libraries
+from tonnage.runtime.supervisor import RESTART_VARIABLE, restart_facts, start_ranks, supervise
 
 HELP = """\
 python launch/train.py [key=value ...]        starts its own ranks
@@ -144,11 +146,28 @@ def launch(command: CommandLine, config: Config) -> int:
         return EXIT_DONE
     if place.rank == 0 and device == "cpu" and ranks.RUN_VARIABLE not in os.environ:
         print("no GPU driver on this machine: running on the CPU", flush=True)
+    if role == "run" and place.launcher == "none" and config.cluster.max_restarts:
+        role = "start"  # there must be somebody to start it again
     if role == "start":
         start, lock = begin(command, config, machine)
         with lock:
-            return _settle_status(start.folder, ranks.start_ranks(__file__, sys.argv[1:], gpus, start.folder))
+            return supervise(lambda restart: _start(start.folder, gpus, restart), start.folder, config.cluster.max_restarts)
     return be_rank(command, config, machine, place)
+
+
+def _start(folder, gpus, restart):
+    """Start the ranks of the last attempt, or of one more like it."""
+    from tonnage.runtime import ranks
+
+    if restart is not None:
+        facts = runs.read_attempt(folder)
+        del facts["number"]
+        attempt = runs.add_attempt(folder, facts | {"time": f"{runs.now():%Y-%m-%dT%H:%M:%SZ}", "restart": restart})
+        runs.settle(folder, "running", f"restart {restart['number']} of {restart['of']}", attempt=attempt,
+                    step=restart["from_step"])
+    launcher = "deepspeed" if ranks.started_by_deepspeed() else "tonnage"
+    return start_ranks(__file__, sys.argv[1:], gpus, folder,
+                       {ranks.RUN_VARIABLE: str(folder), ranks.LAUNCHER_VARIABLE: launcher})
 
 
 @dataclass(frozen=True)
@@ -236,6 +255,8 @@ def begin(command: CommandLine, config: Config, machine: Machine) -> tuple[Start
         raise ConfigError(f"run={command.run_folder}: is finished; export it with launch/export.py run=..., or train on "
                           f"in a new run with run.fork=true")
     lock = runs.lock_run(command.run_folder) if resumed else None
+    if resumed and RESTART_VARIABLE not in os.environ:
+        runs.forget_stop(command.run_folder)  # whoever goes on with a run does not want it to stop for what was
     if resumed:
         before = runs.read_attempt(command.run_folder)
         start_from, forked_from = before["start_from"], before["forked_from"]  # a fork without a checkpoint of its own
@@ -267,7 +288,7 @@ def begin(command: CommandLine, config: Config, machine: Machine) -> tuple[Start
         "overrides": list(command.overrides) if resumed else [], "command": list(command.overrides),
         "model_folder": model_folder, "model_identity": identity, "start_from": str(start_from) if start_from else None,
         "forked_from": str(forked_from) if forked_from else None, "time": f"{runs.now():%Y-%m-%dT%H:%M:%SZ}",
-        "layout": asdict(layout)})
+        "layout": asdict(layout), "restart": restart_facts()})
     if plan is not None:
         measured.write(folder, attempt, text.as_dict(config, plan))
     runs.write_status(folder, "running", "starting", attempt=attempt, resumable=True)
@@ -326,22 +347,6 @@ def _attempt(folder):
                  rules.Layout(**layout | {"cut": BatchCut(**layout["cut"])}), Path(start_from) if start_from else None)
 
 
-def _settle_status(folder, code):
-    """Where ranks died without a word, say so in status.json."""
-    status = runs.read_status(folder)
-    if status.get("state") == "failed":
-        log = folder / "logs" / "rank-0.log"
-        further = (f"no step was taken (log: {log}); start again, under the same run.name if you like"
-                   if runs.untrained(folder) else f"go on with run={os.path.relpath(folder)}")
-        print(f"{status['message']}\n{further}", file=sys.stderr)
-    elif code not in (EXIT_DONE, EXIT_STOPPED_RESUMABLE) and status.get("state") == "running":
-        how = f"a rank was ended by signal {code - 128}" if code > 128 else f"a rank ended with exit code {code}"
-        runs.write_status(folder, "failed", f"{how}; go on with run={folder}", resumable=True, exit_code=code,
-                          step=status.get("step", 0), attempt=status.get("attempt"))
-        print(f"error: {how}; see {folder}/logs, then go on with run={os.path.relpath(folder)}", file=sys.stderr)
-    return code
-
-
 def _local_gpus(place, device, gpus):
     """Ranks a launcher has started on this node, else the GPUs visible here."""
     import torch
@@ -353,4 +358,5 @@ def _local_gpus(place, device, gpus):
 
 if __name__ == "__main__":
     quiet_libraries()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # until a rank knows better: nothing can be lost yet
     sys.exit(guarded(lambda: main(sys.argv[1:]), quiet=os.environ.get("RANK", "0") != "0"))

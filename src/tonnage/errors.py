@@ -46,6 +46,12 @@ class DoesNotFit(TonnageError):
     exit_code = EXIT_DOES_NOT_FIT
 
 
+class RankLost(TonnageError):
+    """A connection between ranks, or a GPU, has failed: no fault of the code, and starting again may help."""
+
+    exit_code = 1
+
+
 class TrainingError(TonnageError):
     """A run that would go on without learning: repeated non-finite gradients, dead parameters."""
 

@@ -188,7 +188,7 @@ def stopped_run(place, name, *words):
         time.sleep(0.05)
     process.send_signal(signal.SIGTERM)
     _, errors = process.communicate(timeout=120)
-    assert errors.count("stopping after this step with a checkpoint; Ctrl-C again stops now, without one\n") == 1
+    assert errors.count("stopping behind this micro-batch with a checkpoint; Ctrl-C again stops now, without one\n") == 1
     status = read_status(folder)
     assert process.returncode == EXIT_STOPPED_RESUMABLE, errors
     assert status["state"] == "stopped" and status["resumable"]
@@ -211,6 +211,7 @@ def test_a_request_to_stop_writes_a_checkpoint_and_the_run_goes_on(place):
     again = run(place, f"run={folder}", "gpus=1", "strategy=ddp")
     assert again.returncode == 0, again.stderr
     assert f"resumed after step {status['step']}" in again.stdout and read_status(folder)["state"] == "done"
+    assert "1 rank x 1 row x 5 steps, was 2 x 1 x 3; the global batch is 5 rows as before" in again.stdout
 
 
 @pytest.mark.parametrize("script", ["train.py", "export.py", "prefetch.py", "demo.py"])

@@ -2,8 +2,6 @@
 
 import datetime
 import os
-import signal
-import time
 
 import pytest
 import torch
@@ -185,49 +183,3 @@ def test_ranks_share_the_cores_and_the_group_is_as_large_as_asked(joined, launch
     assert (seen["threads"], seen["world"], seen["backend"]) == (threads, str(gpus), "gloo")
     assert seen["timeout"] == datetime.timedelta(seconds=60)
     assert seen.get("world_size") == (1 if launcher == "none" else None)  # else the environment says
-
-
-# ---- starting ranks
-
-SCRIPT = """
-import os, sys, time
-rank = int(os.environ["RANK"])
-folder = os.environ["TONNAGE_RUN_FOLDER"]
-told = [os.environ[name] for name in ("WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")]
-open(f"{folder}/rank-{rank}", "w").write(" ".join(told + sys.argv[1:]))
-if sys.argv[1] == "hang" and rank != int(sys.argv[3]):
-    time.sleep(60)
-if sys.argv[2] == "-9":
-    os.kill(os.getpid(), 9)
-sys.exit(int(sys.argv[2]))
-"""
-
-
-@pytest.fixture
-def script(tmp_path):
-    (tmp_path / "logs").mkdir()
-    (tmp_path / "script.py").write_text(SCRIPT)
-    return str(tmp_path / "script.py")
-
-
-@pytest.fixture(autouse=True)
-def signals_put_back():
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
-
-
-@pytest.mark.parametrize("code", [0, 75])
-def test_ranks_are_started_with_their_places_on_a_free_port(script, tmp_path, code):
-    assert ranks.start_ranks(script, ["go", str(code)], 2, tmp_path) == code
-    told = [(tmp_path / f"rank-{rank}").read_text().split() for rank in (0, 1)]
-    assert [words[:3] for words in told] == [["2", "0", "2"], ["2", "1", "2"]]
-    assert told[0][3] == told[1][3] and all(words[4:] == ["go", str(code)] for words in told)
-
-
-@pytest.mark.parametrize("failing, code, expected", [(1, 3, 3), (0, -9, 137)])
-def test_whichever_rank_fails_ends_the_others_and_its_code_is_returned(script, tmp_path, failing, code, expected):
-    started = time.monotonic()
-    assert ranks.start_ranks(script, ["hang", str(code), str(failing)], 2, tmp_path) == expected
-    assert time.monotonic() - started < 20  # the other would sleep for 60 s

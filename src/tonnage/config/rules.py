@@ -64,6 +64,9 @@ def _broken_rules(config, gpus, per_node, device, strategy):
             "data=files data.sets=[...] leaves out the path of data=demo" if config.data.name == "demo" else "give one")),
         (not config.data.path and not config.data.sets,
          "data.path: must be given for data=files: a file, a folder or a hub id"),
+        (hang_s(config) >= config.cluster.timeout_s,
+         f"cluster.hang_s={config.cluster.hang_s}: must be below cluster.timeout_s={config.cluster.timeout_s:g}, or the "
+         f"time-out ends the run before the rank at fault is named; use auto"),
         (config.gpu.name == "other" and config.gpu.memory_gib is None,
          "gpu.memory_gib: must be given for gpu=other: what torch sees of its memory, in GiB"),
         (not config.adapter.targets, "adapter.targets=[]: names nothing to adapt; use adapter.targets=[all-linear]"),
@@ -125,6 +128,11 @@ def _shard_rules(config, gpus, per_node, strategy):
     if gpus % shard:
         return [f"strategy.shard_gpus={shard}: must divide gpus={gpus}; try {_divisor(gpus, min(shard, gpus))}"]
     return []
+
+
+def hang_s(config: Config) -> float:
+    """Seconds one phase of a rank may take."""
+    return config.cluster.timeout_s * 2 / 3 if config.cluster.hang_s == "auto" else config.cluster.hang_s
 
 
 def freeze(config: Config, layout: Layout) -> Config:

@@ -215,6 +215,11 @@ class Cluster:
     network_gb_s: Positive | Auto = key("auto", "one way between nodes, GB/s for each GPU; auto is 50: one 400 Gb/s "
                                                 "InfiniBand port a GPU, as in an NVIDIA DGX H100")
     timeout_s: Positive = key(1800.0, "a collective that takes longer ends the run")
+    hang_s: Positive | Auto = key("auto", "a rank that stays longer in one micro-batch, one update, one tensor of a "
+                                          "checkpoint ends the run and is named; auto is two thirds of timeout_s")
+    max_restarts: Annotated[int, Field(ge=0), NUMBER] = key(
+        0, "times a run is started again from its newest checkpoint when a rank is lost (a signal, the kernel for want "
+           "of memory, a connection, a GPU fault, a hang); two starts in a row without a new checkpoint end it")
 
 
 @section

@@ -16,6 +16,7 @@ from torch import nn
 
 from tonnage.engines.base import Parts, StepOutcome, materialise, set_rate
 from tonnage.models.build import DTYPES, full_shape
+from tonnage.runtime.extensions import settle_builds
 from tonnage.runtime.logs import library_prints, redirect
 
 
@@ -23,6 +24,7 @@ def import_deepspeed(device: torch.device):
     """The deepspeed module, set up for `device`; it must not compile anything on the way in."""
     if device.type == "cpu":
         os.environ["DS_ACCELERATOR"] = "cpu"
+    settle_builds()
     import deepspeed
 
     redirect("DeepSpeed")
@@ -43,6 +45,7 @@ class DeepSpeedEngine:
         self.settings, self.precision, self.clip_norm, self.device = settings, precision, clip_norm, device
         self.stage = settings["zero_optimization"]["stage"]
         self.deepspeed = import_deepspeed(device)
+        dist.barrier()  # no rank builds before all have looked for stale locks
 
     def prepare(self, parts: Parts) -> None:
         from transformers.integrations import HfDeepSpeedConfig

@@ -24,6 +24,8 @@ def quiet_libraries() -> None:
     os.environ.setdefault("DEEPSPEED_LOG_LEVEL", "error")
     os.environ.setdefault("BITSANDBYTES_NOWELCOME", "1")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # collectives that are remembered, for runtime/watchdog.py
+    os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
     os.environ.setdefault("TORCH_LOGS", "-torch.utils._pytree")  # deprecation notes that torchao causes
     if driver_present():
         # rows of uneven length fragment the allocator until a late out-of-memory error
@@ -66,6 +68,8 @@ def log_to_folder(folder: Path, rank: int) -> None:
         if rank != 0:
             LOG.removeHandler(handler)
     LOG.addHandler(file)
+    # NCCL's last collectives, when one times out: read when they are written
+    os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(folder / "logs" / "collectives-rank-"))
     logging.getLogger().addHandler(file)
     for name in ("py.warnings", *NOISY):
         redirect(name)

@@ -1,4 +1,4 @@
-"""Which rank this process is, whoever started it, and starting ranks where nobody did.
+"""Which rank this process is, whoever started it; runtime/supervisor.py starts ranks where nobody did.
 
 torchrun, deepspeed and our own launcher all speak through RANK, WORLD_SIZE, LOCAL_RANK and MASTER_*
 (https://docs.pytorch.org/docs/2.13/elastic/run.html#environment-variables).
@@ -7,22 +7,17 @@ torchrun, deepspeed and our own launcher all speak through RANK, WORLD_SIZE, LOC
 import ctypes
 import os
 import signal
-import subprocess
-import sys
-import time
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from tonnage.errors import EXIT_DOES_NOT_FIT, EXIT_STOPPED_RESUMABLE, EXIT_USER_ERROR, ConfigError
+from tonnage.errors import ConfigError
 from tonnage.runtime.driver import driver_present
 
 LAUNCHER_VARIABLE = "TONNAGE_LAUNCHER"
 RUN_VARIABLE = "TONNAGE_RUN_FOLDER"
-END_AFTER_S, STOP_AFTER_S = 3.0, 60.0  # for the other ranks, once one has failed, or stopped as asked
 PREPARATION_LIMIT = timedelta(days=7)
 
 
@@ -138,64 +133,3 @@ def preparation_group() -> dist.ProcessGroup:
 def die_with_parent() -> None:
     """Have the kernel kill this process when the launcher that started it dies (Linux)."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-
-
-def start_ranks(script: str, argv: list[str], gpus: int, run_folder: Path) -> int:
-    """Run `script argv` as `gpus` ranks on this machine until all have ended; returns the exit code of the run.
-
-    Rank 0 keeps the console; the others write to logs/ of the run folder. The first rank that fails ends the rest.
-    SIGINT and SIGTERM are passed on once to every rank.
-    """
-    # the store lives here, so that its port cannot be taken between choosing and using it
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    ranks = [_start_rank(script, argv, rank, gpus, store.port, run_folder) for rank in range(gpus)]
-    signals = []
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda received, _: signals.append(received))
-    try:
-        return _watch(ranks, signals)
-    finally:
-        for process in ranks:
-            if process.poll() is None:
-                process.kill()
-
-
-def _start_rank(script, argv, rank, gpus, port, run_folder):
-    env = os.environ | {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(gpus),
-                        "LOCAL_WORLD_SIZE": str(gpus), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-                        "TORCHELASTIC_USE_AGENT_STORE": "True",
-                        "TORCHELASTIC_RESTART_COUNT": "0", RUN_VARIABLE: str(run_folder),
-                        LAUNCHER_VARIABLE: "deepspeed" if started_by_deepspeed() else "tonnage"}
-    if sys.platform == "linux":
-        env.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    env.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // gpus)))
-    output = None if rank == 0 else open(run_folder / "logs" / f"rank-{rank}.out", "ab")
-    return subprocess.Popen([sys.executable, script, *argv], env=env, stdout=output, stderr=output,
-                            stdin=subprocess.DEVNULL, start_new_session=True)
-
-
-def _watch(ranks, signals):
-    """Wait for the ranks; when one fails, give the others a moment to end by themselves, then stop them."""
-    deadline, code = None, 0
-    while None in [process.poll() for process in ranks]:  # every rank is asked, the first that runs hides no other
-        while signals:
-            received = signals.pop(0)
-            for process in ranks:
-                if process.poll() is None:
-                    process.send_signal(received)
-        failed = [process.returncode for process in ranks if process.returncode]
-        if failed and deadline is None:
-            # a rank that says what is to be mended tells more than those that lost the connection to it
-            code = min(failed, key=lambda value: value not in (EXIT_USER_ERROR, EXIT_DOES_NOT_FIT))
-            patience_s = 0.0 if code < 0 else STOP_AFTER_S if code == EXIT_STOPPED_RESUMABLE else END_AFTER_S
-            deadline = time.monotonic() + patience_s
-        if deadline is not None and time.monotonic() > deadline:
-            for process in ranks:
-                if process.poll() is None:
-                    process.kill()
-        time.sleep(0.05)
-    codes = [process.returncode for process in ranks]
-    if code == 0:
-        code = next((value for value in codes if value), 0)
-    return code if code >= 0 else 128 - code
-

@@ -4,6 +4,7 @@
     run-id           what its checkpoints carry
     attempts/NNN.yaml  one per start: what was changed, where it ran, how the batch was cut
     status.json      running, stopped, failed or done; the step; what to do next
+    stop             made by whoever wants the run to stop; what is in it is the reason
     metrics.jsonl    one line a step
     checkpoints/     step-00000100/ and so on
     logs/            one file a rank
@@ -23,6 +24,7 @@ import yaml
 from tonnage.errors import ConfigError
 
 REDACTED = "<not written>"
+STOP_FILE = "stop"
 SECRET_NAME = re.compile(r"(^|[._])(token|secret|password|passwd|apikey|key|credentials?)$", re.IGNORECASE)
 
 
@@ -155,6 +157,38 @@ def read_status(folder: Path) -> dict:
     """status.json, or an empty dict before the first start."""
     file = folder / "status.json"
     return _read(folder, file, json.loads) if file.is_file() else {}
+
+
+def settle(folder: Path, state: str, message: str, **facts) -> None:
+    """Write status.json for an attempt that has ended; the step it had come to stays."""
+    status = read_status(folder)
+    kept = {key: status[key] for key in ("step", "num_steps", "attempt") if key in status}
+    write_status(folder, state, message, **kept | {"resumable": True} | facts)
+
+
+def stop_wanted(folder: Path) -> str | None:
+    """Why the run is to stop, by its file `stop`; None without one."""
+    try:
+        lines = (folder / STOP_FILE).read_text(errors="replace").split("\n")
+    except FileNotFoundError:
+        return None
+    return lines[0].strip()[:200] or f"file {STOP_FILE}"
+
+
+def want_stop(folder: Path, reason: str) -> None:
+    """Ask the run to stop."""
+    (folder / STOP_FILE).write_text(reason + "\n")
+
+
+def forget_stop(folder: Path) -> None:
+    """The request was met, or came too late."""
+    (folder / STOP_FILE).unlink(missing_ok=True)
+
+
+def saved_step(folder: Path) -> int:
+    """Step of the newest finished checkpoint by its name, -1 without one; whether it is whole is found when it is read."""
+    return max((int(path.parent.name.removeprefix("step-")) for path in folder.glob("checkpoints/step-*/manifest.json")),
+               default=-1)
 
 
 def lock_run(folder: Path):

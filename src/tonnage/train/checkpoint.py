@@ -32,6 +32,7 @@ from tonnage.engines.base import Engine
 from tonnage.errors import CheckpointError
 from tonnage.models.build import full_shape
 from tonnage.runtime.logs import LOG
+from tonnage.runtime.watchdog import beat
 
 SHARD_BYTES = 2 * 2**30
 
@@ -206,6 +207,7 @@ def _write_tensors(temporary, engine, position):
     rank, size = dist.get_rank(), dist.get_world_size()
     writer, failure = _ShardWriter(temporary, rank), None
     for number, (name, parameter) in enumerate(engine.trained()):
+        beat(f"the checkpoint of step {position.step}, {name}")
         tensors = {name: engine.whole(parameter)}
         tensors |= {f"{name}|{key}": value for key, value in engine.whole_states(parameter).items()}
         if number % size != rank or failure:

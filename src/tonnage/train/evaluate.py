@@ -6,9 +6,8 @@ import torch.distributed as dist
 from tonnage.data.collate import collate
 from tonnage.data.windows import cut_window
 from tonnage.engines.base import Engine, inference
+from tonnage.runtime.watchdog import beat
 from tonnage.train.loss import LossHead, loss_sum
-
-STOP_EVERY = 8  # micro-batches
 
 
 def evaluate(engine: Engine, head: LossHead, rows, num_rows: int, micro_rows: int, pad_token: int, flat: bool,
@@ -18,15 +17,16 @@ def evaluate(engine: Engine, head: LossHead, rows, num_rows: int, micro_rows: in
     Ranks take equal shares to within a row; a rank without rows runs empty micro-batches. Only sums are kept.
 
     Args:
-        stop: asked every few micro-batches, agreed by all ranks; True ends it with None.
+        stop: asked before each micro-batch, agreed by all ranks; True ends it with None.
     """
     shares = cut_window([int(length) for length in rows.input_tokens[:num_rows]], dist.get_world_size(), micro_rows)
     mine = shares[dist.get_rank()]
     total = torch.zeros(2, dtype=torch.float64)
     with inference(engine.model):
         for number, micro in enumerate(mine):
-            if number % STOP_EVERY == 0 and stop():
+            if stop():
                 return None
+            beat(f"evaluation, micro-batch {number + 1} of {len(mine)}")
             batch = collate([rows[i] for i in micro], pad_token, flat).to(engine.device)
             total[0] += loss_sum(engine.forward, head, batch).double().cpu()
             total[1] += batch.num_label_tokens
@@ -46,6 +46,7 @@ def answer(engine: Engine, tokenizer, prompt: str, system: str | None, max_token
     start = ids.shape[1]
     with inference(engine.model):
         for _ in range(max_tokens):
+            beat("an answer to eval.prompts")
             logits = engine.forward(input_ids=ids, use_cache=False, logits_to_keep=1).logits
             token = logits[:, -1].argmax(-1, keepdim=True)
             dist.broadcast(token, src=0)  # a tie may fall differently on another rank

@@ -18,6 +18,7 @@ from tonnage.data.windows import cut_window
 from tonnage.errors import TrainingError
 from tonnage.report.console import memory_gib, number
 from tonnage.runtime.logs import LOG
+from tonnage.runtime.watchdog import beat, first_step_done
 from tonnage.train import checkpoint
 from tonnage.train.loss import loss_sum
 from tonnage.train.probes import audit_gradients
@@ -33,8 +34,13 @@ def train(s: Session) -> str:
             _save(s)
             return "stopped"
         started = time.monotonic()
+        beat(f"the data of step {position.step + 1}")
         rows, cursor = s.source.next(position.cursor)
         result = run_window(s, rows, position.step + 1)
+        if result is None:  # asked to stop half way: the window was not, and will be done again
+            s.source.put_back(rows)
+            _save(s)
+            return "stopped"
 
         # ---- the window is behind us: count it, whether or not the update was applied
         position.step, position.cursor = position.step + 1, cursor
@@ -64,8 +70,8 @@ def train(s: Session) -> str:
     return "done"
 
 
-def run_window(s: Session, rows, step: int) -> dict:
-    """One optimizer step on the rows of a window (collective); its figures."""
+def run_window(s: Session, rows, step: int) -> dict | None:
+    """One optimizer step on the rows of a window (collective); its figures, or None if a stop request ended it."""
     lengths = [len(row.tokens) for row in rows]
     micros = cut_window(lengths, s.world_size, s.cut.micro_rows)[s.rank]
     batches = [collate([rows[i] for i in micro], s.pad_token, s.flat) for micro in micros]
@@ -81,13 +87,19 @@ def run_window(s: Session, rows, step: int) -> dict:
     scale = s.world_size / label_tokens
     total = torch.zeros((), device=s.engine.device)
     for i, batch in enumerate(batches):
+        if i and s.stop_agreed():
+            s.engine.discard()
+            return None
+        beat(f"forward and backward of micro-batch {i + 1} of {len(batches)}, step {step}")
         loss = loss_sum(s.engine.forward, s.head, batch.to(s.engine.device))
         total += loss.detach()
         s.engine.backward(loss * scale, last=i == len(batches) - 1)
         s.progress.micro(i + 1, len(batches))
+    beat(f"the update of step {step}")
     rate = learning_rate(s.config.schedule, s.peak_rate, step, s.num_steps)
     outcome = s.engine.step(rate)
     dist.all_reduce(total)
+    first_step_done()
     return {"loss": float(total) / label_tokens, "grad_norm": outcome.grad_norm, "applied": outcome.applied,
             "overflow": outcome.overflow, "learning_rate": rate, "label_tokens": label_tokens,
             "input_tokens": input_tokens, "rows": len(rows), "accumulation_steps": len(batches)}

@@ -38,26 +38,47 @@ from tonnage.train.source import PreparedSource, Source, StreamSource
 
 
 class StopRequest:
-    """SIGINT or SIGTERM once: stop at the next window with a checkpoint. SIGINT twice: stop now.
+    """SIGINT, SIGTERM or a file `stop` in the run folder: stop at the next micro-batch, with a checkpoint.
+
+    SIGINT twice, or any of them before there is something to save (`armed` is False): stop now.
 
     Args:
         say: tell the user so, on rank 0.
     """
 
-    def __init__(self, say: bool):
-        self.requested, self.say = False, say
+    BY_FILE = 1  # no signal of that number stops a run
+
+    def __init__(self, folder: Path, say: bool):
+        self.folder, self.say, self.requested, self.armed, self.process = folder, say, 0, False, os.getpid()
         signal.signal(signal.SIGTERM, self._handle)
         signal.signal(signal.SIGINT, self._handle)
 
     def _handle(self, number, _):
-        if self.requested and number == signal.SIGINT:
+        if os.getpid() != self.process:  # a library's worker has inherited this: it ends, the run decides for itself
+            os._exit(128 + number)
+        again, self.requested = self.requested, self.requested or number
+        if number == signal.SIGINT if again else not self.armed:
             raise KeyboardInterrupt
-        if self.say and not self.requested:
+        if self.say and not again:
             # not print: the handler may have interrupted one, which must not be entered again. On a terminal the line
             # goes over the progress bar, which is drawn again below it
             over = "\r\x1b[2K" if os.isatty(2) else ""
-            os.write(2, f"{over}stopping after this step with a checkpoint; Ctrl-C again stops now, without one\n".encode())
-        self.requested = True
+            os.write(2, f"{over}stopping behind this micro-batch with a checkpoint; Ctrl-C again stops now, without one\n"
+                     .encode())
+
+    def asked(self, look: bool) -> int:
+        """0, the number of the signal, or BY_FILE; only a rank that is to `look` asks the disk."""
+        return self.requested or (self.BY_FILE if look and (self.folder / runs.STOP_FILE).exists() else 0)
+
+    def look(self) -> None:
+        """Before there is something to save, a stop file is as good as a signal; called beside the main thread."""
+        if not self.armed and not self.requested and (self.folder / runs.STOP_FILE).exists():
+            os.kill(self.process, signal.SIGTERM)
+
+    def reason(self, asked: int) -> str:
+        """Why the run stops, for status.json."""
+        named = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}.get(asked, f"file {runs.STOP_FILE}")
+        return runs.stop_wanted(self.folder) or named  # who asks by file may send a signal, too
 
 
 @dataclass
@@ -88,6 +109,7 @@ class Session:
     position: checkpoint.Position = field(default_factory=checkpoint.Position)
     last_saved: int | None = None
     input_tokens: int = 0  # of this attempt
+    stopped_by: str = ""
     _status_at: float = 0.0
 
     @property
@@ -110,9 +132,14 @@ class Session:
                               attempt=self.attempt, resumable=state != "done", **facts)
 
     def stop_agreed(self) -> bool:
-        """Whether any rank has been asked to stop (collective)."""
-        asked = torch.tensor(int(self.stop.requested))
-        dist.all_reduce(asked, group=self.group)
+        """Whether any rank has been asked to stop (collective, at the same place on all ranks).
+
+        134 us on two busy CPU ranks. Ranks do not wait long: cut_window gives their micro-batches rows of like length.
+        """
+        asked = torch.tensor(self.stop.asked(look=self.rank == 0))
+        dist.all_reduce(asked, op=dist.ReduceOp.MAX, group=self.group)
+        if asked and not self.stopped_by:
+            self.stopped_by = self.stop.reason(int(asked))
         return bool(asked)
 
     def evaluate(self) -> None:
@@ -135,6 +162,8 @@ class Session:
     def answers(self, title: str) -> None:
         """Print answers to eval.prompts."""
         for prompt in self.config.eval.prompts:
+            if self.stop_agreed():
+                return
             text = answer(self.engine, self.tokenizer, prompt, self.config.data.system, self.config.eval.prompt_tokens)
             LOG.info(f"{title}\n  > {prompt}\n  {text}")
 
@@ -245,7 +274,7 @@ def engine_parts(config: Config, folder: str, attention: str) -> Parts:
 
 def open_session(config: Config, run_folder: Path, model_folder: str, layout: Layout, attempt: int,
                  patient_group: dist.ProcessGroup, device: torch.device, rows: tuple[Rows | None, Rows | None],
-                 start_from: Path | None = None) -> Session:
+                 stop: StopRequest, start_from: Path | None = None) -> Session:
     """Build engine, data source and reporting, and go to where the newest complete checkpoint stands (collective).
 
     Args:
@@ -287,7 +316,7 @@ def open_session(config: Config, run_folder: Path, model_folder: str, layout: La
         tokenizer=tokenizer, flat=flat, eval_rows=eval_rows, num_steps=num_steps,
         peak_rate=peak_learning_rate(config.optimizer, config.adapter.name, cut.global_rows), attempt=attempt,
         metrics=Metrics(run_folder, config.tracker, attempt, runs.read_config(run_folder)) if main else None,
-        progress=StepProgress(num_steps, position.step, show=main), stop=StopRequest(say=main), position=position,
+        progress=StepProgress(num_steps, position.step, show=main), stop=stop, position=position,
         last_saved=last_saved)
 
 

@@ -18,6 +18,9 @@ class Source(Protocol):
     def next(self, cursor: Cursor) -> tuple[Sequence[Row], Cursor]:
         """Rows of the window at `cursor`, and the cursor behind it."""
 
+    def put_back(self, rows: Sequence[Row]) -> None:
+        """The window last given was not used: `rows` come again, and belong to the state until then."""
+
     def num_windows(self, epochs: int) -> int | None:
         """Windows of that many epochs; None where the data has no known end."""
 
@@ -40,6 +43,9 @@ class PreparedSource:
         numbers, behind = self.windows.next(cursor)
         return [self.rows[int(number)] for number in numbers], behind
 
+    def put_back(self, rows: Sequence[Row]) -> None:
+        pass  # the cursor has not moved
+
     def num_windows(self, epochs: int) -> int:
         return sum(self.windows.num_windows(epoch) for epoch in range(epochs))
 
@@ -58,28 +64,30 @@ class StreamSource:
 
     def __init__(self, stream: StreamRows, cut: BatchCut):
         self.stream, self.cut = stream, cut
-        self._held: Row | None = None  # read, but did not fit into the last window
+        self._held: list[Row] = []  # read, but not used yet
 
     def next(self, cursor: Cursor) -> tuple[Sequence[Row], Cursor]:
         rows, tokens = [], 0
         while len(rows) != self.cut.global_rows:
-            row = self._held or self.stream.next_row()
+            row = self._held.pop(0) if self._held else self.stream.next_row()
             tokens += len(row.tokens)
             if rows and self.cut.global_tokens and tokens > self.cut.global_tokens:
-                self._held = row
+                self._held.insert(0, row)
                 break
             rows.append(row)
-            self._held = None
         return rows, replace(cursor, row=cursor.row + len(rows), window=cursor.window + 1)
+
+    def put_back(self, rows: Sequence[Row]) -> None:
+        self._held[:0] = rows
 
     def num_windows(self, epochs: int) -> None:
         return None
 
     def state(self) -> dict:
-        held = {} if self._held is None else {f"held.{name}": getattr(self._held, name) for name in Row._fields}
-        return self.stream.state() | held
+        return self.stream.state() | {f"held.{number}.{name}": getattr(row, name)
+                                      for number, row in enumerate(self._held) for name in Row._fields}
 
     def restore(self, state: dict) -> None:
-        held = {name.removeprefix("held."): value for name, value in state.items() if name.startswith("held.")}
-        self._held = Row(**held) if held else None
+        num_held = sum(name.startswith("held.") for name in state) // len(Row._fields)
+        self._held = [Row(*(state[f"held.{number}.{name}"] for name in Row._fields)) for number in range(num_held)]
         self.stream.restore({name: value for name, value in state.items() if not name.startswith("held.")})
