@@ -188,8 +188,10 @@ STOPPED = {"state": "stopped", "step": 5, "resumable": True, "exit_code": 75}
     (STOPPED, {"before": "limit=1", "requeue": "false"}, (75, None)),
     (STOPPED, {"job": "JobState=RUNNING PreemptTime=2026-12-01T00:00:00"}, (75, "7")),
     (STOPPED, {"job": "JobState=CANCELLED PreemptTime=None", "before": "limit=1"}, (75, None)),
-    ({"state": "failed", "step": 5, "mendable": True}, {}, (2, None)),
-    ({"state": "failed", "step": 5, "mendable": False}, {}, (1, "7")),
+    ({"state": "failed", "step": 5, "exit_code": 2, "cause": "fault"}, {}, (2, None)),
+    ({"state": "failed", "step": 5}, {}, (1, None)),
+    ({"state": "failed", "step": 5, "exit_code": 1, "cause": "connection"}, {}, (1, "7")),
+    ({"state": "failed", "step": 5, "cause": "hang"}, {"requeue": "false"}, (1, None)),
     ({"state": "running", "step": 5}, {}, (1, "7")),
     ({"state": "running", "step": 5}, {"job": "JobState=CANCELLED PreemptTime=None"}, (1, None)),
     (None, {}, (1, None))])  # this start wrote none

@@ -12,7 +12,7 @@ from tonnage.config.compose import compose_config
 from tonnage.config.rules import Layout
 from tonnage.config.schema import Config
 from tonnage.data.prepare import describe
-from tonnage.errors import EXIT_DONE, EXIT_STOPPED_RESUMABLE, DataError, DoesNotFit, TonnageError
+from tonnage.errors import EXIT_DONE, EXIT_STOPPED_RESUMABLE, DataError, DoesNotFit
 from tonnage.models.build import count_by_kind
 from tonnage.report.console import memory_gib, number, table
 from tonnage.runtime import runs
@@ -72,7 +72,7 @@ def _note_failure(start, session, error):
         return
     with suppress(OSError):  # a full disk must not hide what happened
         runs.write_status(start.folder, "failed", f"{type(error).__name__}: {error}", attempt=start.attempt, resumable=True,
-                          step=session.position.step if session else 0, mendable=isinstance(error, TonnageError))
+                          step=session.position.step if session else 0)
 
 
 def run_config(folder: Path, attempt: int) -> Config:
