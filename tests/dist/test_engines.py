@@ -11,7 +11,7 @@ import torch.distributed as dist
 from tiny import RaggedRows, Recorder, config_for, open_tiny, whole_weights
 
 from tonnage.data.pack import Row
-from tonnage.train import checkpoint, loop
+from tonnage.train import checkpoint, loop, probes
 
 STRATEGIES = ("ddp", "zero0", "zero1", "zero2", "zero3", "fsdp")
 SHARDED = ("zero1", "zero2", "zero3", "fsdp")
@@ -41,6 +41,7 @@ def train_from_to(folder, strategy, adapter, micro, run_folder, until, epochs=2,
     config = config_for(strategy, f"adapter={adapter}", f"batch.micro_rows={micro}", f"train.epochs={epochs}",
                         f"precision={precision}", "optimizer.learning_rate=0.01")
     s = open_tiny(config, folder, run_folder=Path(run_folder))
+    probes.probe_loss(s.engine, s.head, 96, precision, False)  # as a run does, before weights are filled
     newest = checkpoint.newest_complete(Path(run_folder), "tiny")
     if newest:
         s.position, state = checkpoint.read_position(newest)

@@ -91,8 +91,10 @@ class FsdpEngine:
     def forward(self, **inputs) -> Any:
         output = self.model(**inputs)
         if not torch.is_grad_enabled():
-            # the root stays gathered for a backward that does not come: memory, and stale once weights are filled
-            self.model.reshard()
+            # root and head stay gathered for a backward that does not come: memory, and stale once weights are filled
+            for module in self.model.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()
         return output
 
     def backward(self, loss: torch.Tensor, last: bool) -> None:
