@@ -198,6 +198,19 @@ def test_srun_by_hand_and_one_process_alone_is_refused(cluster, whole):
     assert not (cluster.place / "outputs" / "alone").exists()
 
 
+def test_a_sweep_is_an_array_with_a_run_for_each_point(cluster, whole):
+    printed = cluster.launch("-m", *cluster.keys("cluster=slurm", "gpus=1", "train.max_steps=1", "cluster.array_limit=1",
+                                                 "optimizer.learning_rate=1e-4,2e-4"))
+    jobs = re.findall(r"^job (\d+_\d): (\S+)$", printed, re.MULTILINE)
+    assert [job.split("_")[1] for job, _ in jobs] == ["0", "1"]
+    for job, run in jobs:
+        cluster.ended(cluster.place / run, job)
+        assert read_status(cluster.place / run)["state"] == "done"
+        assert f"{job} started on node" in (cluster.place / run / "jobs").read_text()
+    rates = [yaml.safe_load((cluster.place / run / "config.yaml").read_text())["optimizer"]["learning_rate"] for _, run in jobs]
+    assert rates == [1e-4, 2e-4]
+
+
 def test_a_preempted_job_is_requeued_and_resumes(cluster, whole):
     run, job = cluster.submit("preempted", "cluster.partition=low", "cluster.cpus_per_gpu=2", step_s=SLOW_S)
     cluster.until_step(run, 3)
