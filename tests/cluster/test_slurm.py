@@ -207,8 +207,8 @@ def test_a_sweep_is_an_array_with_a_run_for_each_point(cluster, whole):
         cluster.ended(cluster.place / run, job)
         assert read_status(cluster.place / run)["state"] == "done"
         assert f"{job} started on node" in (cluster.place / run / "jobs").read_text()
-    rates = [yaml.safe_load((cluster.place / run / "config.yaml").read_text())["optimizer"]["learning_rate"] for _, run in jobs]
-    assert rates == [1e-4, 2e-4]
+    configs = [yaml.safe_load((cluster.place / run / "config.yaml").read_text()) for _, run in jobs]
+    assert [config["optimizer"]["learning_rate"] for config in configs] == [1e-4, 2e-4]
 
 
 def test_a_preempted_job_is_requeued_and_resumes(cluster, whole):
