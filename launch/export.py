@@ -1,15 +1,20 @@
-"""Export a run: `python launch/export.py run=FOLDER [kind=adapter|merged] [which=newest|best|N] [dtype=bf16] [out=DIR]`."""
+"""Export a run: `python launch/export.py run=FOLDER [kind=adapter|merged] [which=newest|best|N] [dtype=auto] [out=DIR]`.
+
+An adapter is fp32. Merged weights are bf16 where rounding loses little of what was learned, else fp32 (dtype=auto).
+"""
 
 import sys
 from pathlib import Path
+
+import _installed  # noqa: F401 - first
 
 from tonnage.errors import EXIT_DONE, ConfigError
 from tonnage.runtime import runs
 from tonnage.runtime.entry import guarded, read_options
 from tonnage.runtime.logs import quiet_libraries
 
-OPTIONS = {"run": None, "kind": "auto", "which": "newest", "dtype": "bf16", "out": None}
-CHOICES = {"kind": ("auto", "adapter", "merged"), "dtype": ("bf16", "fp16", "fp32")}
+OPTIONS = {"run": None, "kind": "auto", "which": "newest", "dtype": "auto", "out": None}
+CHOICES = {"kind": ("auto", "adapter", "merged"), "dtype": ("auto", "bf16", "fp16", "fp32")}
 
 
 def main(argv: list[str]) -> int:
@@ -28,8 +33,10 @@ def main(argv: list[str]) -> int:
     done = export_run(folder, options["kind"], options["which"], options["dtype"],
                       Path(options["out"]) if options["out"] else None)
     print(f"exported step {done.step} to {done.folder}")
-    print(f"reloaded and compared: logits within {done.deviation:.2g} (relative) of the trained model")
-    print(f"it generates: {done.sample!r}")
+    print(f"reloaded and compared: logits within {done.deviation:.2g} (relative) of what was to be written")
+    for note in done.notes:
+        print(note)
+    print(f"asked {done.question!r}, it answers: {done.answer!r}")
     return EXIT_DONE
 
 

@@ -6,10 +6,13 @@ No weights, no GPU, no network, and no torch but for --trace.
 import json
 import sys
 from dataclasses import asdict
+from pathlib import Path
+
+import _installed  # noqa: F401 - first
 
 from tonnage.config.compose import compose_config, groups, parse_command_line, recipes
 from tonnage.config.schema import Config
-from tonnage.errors import EXIT_DOES_NOT_FIT, EXIT_DONE, ConfigError
+from tonnage.errors import EXIT_DOES_NOT_FIT, EXIT_DONE, ConfigError, UnknownFamily
 from tonnage.facts.gpus import gpu_of
 from tonnage.plan import text
 from tonnage.plan.planner import Plan, architecture_of, make_plan, plan_layout
@@ -17,13 +20,14 @@ from tonnage.plan.search import remedies, search
 from tonnage.plan.verdict import DOES_NOT_FIT
 from tonnage.runtime.driver import first_gpu
 from tonnage.runtime.entry import guarded
+from tonnage.runtime.logs import quiet_libraries
 
 HELP = """\
 python launch/plan.py key=value ...   memory, time, cost and disk of a run, e.g. model=llama8b gpu=rtx4090 gpus=1
   --search            the configurations that fit, fastest first
   --trace             the real step on fake tensors, beside the prediction (takes minutes, needs torch)
   --tables            write conf/tables/
-  --validate [FILE]   predict published measurements (or those of FILE.csv) and print the errors
+  --validate [FILE]   predict published measurements (or those of FILE.csv) and print the errors; --plot=PNG draws them
   --json              print machine-readable results
   recipe=NAME         a complete run: {recipes}
 GPUs: {gpus}
@@ -66,7 +70,14 @@ def planned(config: Config) -> Plan:
     if gpu is None:
         raise ConfigError(f"gpu: must be given where there is none: gpu={'|'.join(groups()['gpu'][1:6])}|..., or gpu=other "
                           f"gpu.memory_gib=...")
-    architecture = architecture_of(config)
+    try:
+        architecture = architecture_of(config)
+    except UnknownFamily:
+        quiet_libraries()
+        from tonnage.models.shape import measured_architecture
+
+        print("the family is not counted by hand: asking transformers, which takes a few seconds", file=sys.stderr)
+        architecture = measured_architecture(config.model.path)
     return make_plan(config, plan_layout(config, architecture, gpu), architecture, gpu)
 
 
@@ -94,6 +105,7 @@ def show_search(config: Config, plan: Plan, as_json: bool) -> int:
 
 def trace(config: Config, plan: Plan, as_json: bool) -> int:
     """Print the traced peaks beside the predicted ones."""
+    quiet_libraries()
     from tonnage.trace.step import trace as trace_step
 
     traced = trace_step(config, plan.layout, lambda words: print(words, file=sys.stderr, flush=True))
@@ -119,9 +131,15 @@ def validate(words: list[str], as_json: bool) -> int:
     """Predict measured rows and print how far off that is; 1 where a bound is broken."""
     from tonnage.plan import validate as validation
 
-    if len(words) > 1:
+    plots = [word.removeprefix("--plot=") for word in words if word.startswith("--plot=")]
+    files = [word for word in words if not word.startswith("--plot=")]
+    if len(files) > 1 or len(plots) > 1:
         raise ConfigError(f"--validate {' '.join(words)}: takes one CSV file, or none for the published rows")
-    return validation.run(words[0] if words else None, as_json)
+    found = validation.validate(Path(files[0]) if files else None)
+    print(json.dumps(validation.to_json(found), indent=1) if as_json else "\n".join(validation.lines(found)))
+    if plots:
+        validation.plot(found, Path(plots[0]))
+    return 1 if found.broken() else EXIT_DONE
 
 
 if __name__ == "__main__":

@@ -5,6 +5,8 @@ Nodes without network then find both in the caches ($HF_HOME, $TONNAGE_CACHE), w
 
 import sys
 
+import _installed  # noqa: F401 - first
+
 from tonnage.config.compose import compose_config, parse_command_line
 from tonnage.errors import EXIT_DONE
 from tonnage.runtime.entry import guarded

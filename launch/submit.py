@@ -12,6 +12,8 @@ import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 
+import _installed  # noqa: F401 - first
+
 from tonnage.config import rules
 from tonnage.config.compose import CommandLine, expand_sweep, parse_command_line
 from tonnage.config.schema import Config

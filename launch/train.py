@@ -10,6 +10,8 @@ import sys
 from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
 
+import _installed  # noqa: F401 - first
+
 from tonnage.config import rules
 from tonnage.config.batch import BatchCut
 from tonnage.config.compose import (
@@ -120,8 +122,8 @@ def launch(command: CommandLine, config: Config) -> int:
         print("no GPU driver on this machine: running on the CPU", flush=True)
     if role == "start":
         start, lock = begin(command, config, machine)
-        code = ranks.start_ranks(__file__, sys.argv[1:], gpus, start.folder)
-        return _settle_status(start.folder, code)
+        with lock:
+            return _settle_status(start.folder, ranks.start_ranks(__file__, sys.argv[1:], gpus, start.folder))
     return be_rank(command, config, machine, place)
 
 
@@ -270,6 +272,8 @@ def be_rank(command: CommandLine, config: Config, machine: Machine, place) -> in
         return code
     finally:
         dist.destroy_process_group()
+        if lock is not None:
+            lock.close()
 
 
 def _attempt(folder):

@@ -20,6 +20,10 @@ class ConfigError(TonnageError):
     """A key, a value or a combination of them that cannot be run."""
 
 
+class UnknownFamily(ConfigError):
+    """A config.json whose model_type is not counted by hand."""
+
+
 class DataError(TonnageError):
     """A data set, a record of it, or what is left of it after preparation."""
 

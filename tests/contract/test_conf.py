@@ -134,6 +134,26 @@ def test_a_dry_run_of_four_gpus_for_each_strategy(dry_run, strategy):
         assert "FSDP plan:" in printed and f"mesh: {mesh}" in printed
 
 
+def test_a_dry_run_says_how_long_and_how_fast_it_learns(dry_run):
+    printed = dry_run("recipe=smollm2_lora_cpu")
+    assert "16: train.max_steps=16 of 1 epoch of 23 (360 samples each" in printed
+    assert "adamw, learning rate cosine, peak 0.001" in printed and "as shipped with an installed package" in printed
+    printed = dry_run("train.epochs=2", "eval.holdout_fraction=0.5")
+    assert "4: 2 epochs of 2 (180 samples each" in printed and "peak 0.0002" in printed
+
+
+@pytest.mark.parametrize("variables, command", [
+    ({}, "python launch/train.py gpus=2 train.epochs=1"),
+    ({"LOCAL_SIZE": "2"}, "deepspeed launch/train.py gpus=2 train.epochs=1"),
+    ({"TORCHELASTIC_RUN_ID": "x"}, "torchrun --nproc-per-node 2 launch/train.py gpus=2 train.epochs=1")])
+def test_the_command_of_a_dry_run_keeps_its_launcher(dry_run, monkeypatch, variables, command):
+    for name, value in (variables | {"RANK": "0", "WORLD_SIZE": "2"} if variables else {}).items():
+        monkeypatch.setenv(name, value)
+    printed = dry_run("gpus=2", "train.epochs=1")
+    assert f"│ {command} " in printed
+    assert ("gradient_accumulation_steps 1" in printed) == command.startswith("deepspeed")
+
+
 @pytest.mark.parametrize("gpus, expected", [(3, "128 rows: 3 shares of up to 43, 22 micro-batches of up to 2 rows"),
                                             (6, "128 rows: 6 shares of up to 22, 11 micro-batches of up to 2 rows"),
                                             (128, "128 rows: 128 shares of up to 1, 1 micro-batches of up to 1 rows")])

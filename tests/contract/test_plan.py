@@ -16,7 +16,8 @@ def plan(*words):
 
 
 def test_a_plan_imports_no_torch_and_says_all_of_it():
-    code = (f"import runpy, sys; sys.argv = ['plan.py', 'model=llama8b', 'gpu=rtx4090']\n"
+    code = (f"import runpy, sys; sys.path.insert(0, {str(PLAN.parent)!r}); "
+            f"sys.argv = ['plan.py', 'model=llama8b', 'gpu=rtx4090']\n"
             f"try: runpy.run_path({str(PLAN)!r}, run_name='__main__')\n"
             f"except SystemExit as end: code = end.code\n"
             f"heavy = sorted(set(sys.modules) & {{'torch', 'transformers', 'deepspeed', 'peft', 'numpy', 'datasets'}})\n"
@@ -54,3 +55,15 @@ def test_bad_input_is_one_clear_error(words, told):
     done = plan(*words)
     assert done.returncode == 2 and done.stderr.startswith("error: ") and told in done.stderr, done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_validation_keeps_its_bounds_and_says_which_rows_it_left_out(tmp_path):
+    done = plan("--validate", "--json", f"--plot={tmp_path / 'plot.png'}")
+    found = json.loads(done.stdout)
+    assert done.returncode == 0 and found["broken"] == [] and (tmp_path / "plot.png").stat().st_size > 10_000
+    judged = [row for row in found["rows"] if row["error"] is not None and row["peak_kind"] in ("allocated", "active")]
+    assert len(judged) >= 150 and all(row["why"] for row in found["rows"] if row["error"] is None)
+    (tmp_path / "bad.csv").write_text("a,b\n1,2\n")
+    for file in (tmp_path / "bad.csv", tmp_path / "missing.csv"):
+        done = plan("--validate", str(file))
+        assert done.returncode == 2 and done.stderr.startswith(f"error: --validate {file}")

@@ -188,6 +188,7 @@ def stopped_run(place, name, *words):
         time.sleep(0.05)
     process.send_signal(signal.SIGTERM)
     _, errors = process.communicate(timeout=120)
+    assert errors.count("stopping after this step with a checkpoint; Ctrl-C again stops now, without one\n") == 1
     status = read_status(folder)
     assert process.returncode == EXIT_STOPPED_RESUMABLE, errors
     assert status["state"] == "stopped" and status["resumable"]
@@ -212,6 +213,13 @@ def test_a_request_to_stop_writes_a_checkpoint_and_the_run_goes_on(place):
     assert f"resumed after step {status['step']}" in again.stdout and read_status(folder)["state"] == "done"
 
 
+@pytest.mark.parametrize("script", ["train.py", "export.py", "prefetch.py", "demo.py"])
+def test_without_its_environment_a_script_says_what_to_activate(script):
+    done = subprocess.run([sys.executable, "-E", "-S", str(ROOT / "launch" / script)], capture_output=True, text=True)
+    assert done.returncode == EXIT_USER_ERROR and done.stderr.count("\n") == 1
+    assert "is not installed in this Python" in done.stderr and "source .venv/bin/activate" in done.stderr
+
+
 @pytest.mark.parametrize("kind", ["adapter", "merged"])
 def test_an_export_loads_and_generates(place, finished, kind):
     from peft import PeftModel
@@ -219,7 +227,7 @@ def test_an_export_loads_and_generates(place, finished, kind):
 
     done = run(place, f"run={finished}", f"kind={kind}", f"out={place}/{kind}", "dtype=fp32", script="export.py")
     assert done.returncode == 0, done.stderr
-    assert "logits within" in done.stdout
+    assert "logits within" in done.stdout and "asked 'What is 3 plus 3?', it answers" in done.stdout
     model = AutoModelForCausalLM.from_pretrained(place / ("model" if kind == "adapter" else kind))
     if kind == "adapter":
         model = PeftModel.from_pretrained(model, place / kind)
@@ -227,6 +235,48 @@ def test_an_export_loads_and_generates(place, finished, kind):
     assert model.generate(input_ids=prompt, max_new_tokens=2, min_new_tokens=2, do_sample=False).shape == (1, 5)
     again = run(place, f"run={finished}", f"out={place}/{kind}", script="export.py")
     assert again.returncode == EXIT_USER_ERROR and "exists" in again.stderr
+
+
+def test_merged_weights_are_16_bits_only_where_rounding_keeps_what_was_learned(place, finished, monkeypatch):
+    from safetensors import safe_open
+
+    from tonnage.train import export
+
+    def dtypes(folder):
+        with safe_open(folder / "model.safetensors", "pt") as file:
+            return {file.get_tensor(name).dtype for name in file.keys()}
+
+    base, trained, rounded = torch.zeros(1, 2, 2), torch.tensor([[[0.0, 4], [3, 0]]]), torch.tensor([[[0.0, 4], [3, 5]]])
+    assert export._lost(rounded, trained, base) == (1.0, 1) and export._lost(trained, trained, base) == (0.0, 0)
+    monkeypatch.setattr(export, "ANSWER_TOKENS", 4)
+    monkeypatch.setattr(export, "_lost", lambda *_: (0.02, 0))
+    done = export.export_run(finished, "merged", out=place / "merged-small")
+    assert dtypes(done.folder) == {torch.bfloat16} and done.notes[0].startswith("written in bf16: rounding")
+    monkeypatch.setattr(export, "_lost", lambda *_: (0.02, 1))
+    done = export.export_run(finished, "merged", out=place / "merged-auto")
+    assert dtypes(done.folder) == {torch.float32} and "written in fp32" in done.notes[0]
+    done = export.export_run(finished, "merged", dtype="bf16", out=place / "merged-bf16")
+    assert dtypes(done.folder) == {torch.bfloat16} and done.notes[0].startswith("warning: rounding to bf16 changes")
+
+
+def test_the_card_of_an_export_says_what_it_is(place, finished):
+    from tonnage.train.export import export_run
+
+    done = export_run(finished, "adapter", out=place / "carded")
+    card = (done.folder / "README.md").read_text()
+    assert "| steps | 4, each of 5 rows |" in card and "chats.jsonl" in card and "More Information" not in card
+    assert f"refers to the base model as {place}/model, a folder of this machine" in card and "base_model:" not in card
+    assert "on another machine" in done.notes[0]
+
+
+@pytest.mark.slow
+def test_a_run_of_every_weight_is_exported_and_left_as_it_was_trained(place):
+    from tonnage.train.export import export_run
+
+    done = run(place, *tiny(place, "run.name=whole", "adapter=full", "train.max_steps=2", "optimizer.learning_rate=1e-2"))
+    assert done.returncode == 0, done.stderr
+    done = export_run(place / "outputs" / "whole", out=place / "whole")
+    assert "rounding to bf16 changes" in done.notes[0] and done.deviation < 1e-4
 
 
 @pytest.mark.slow
@@ -271,6 +321,21 @@ def test_each_mistake_is_one_clear_error(place, change, expected):
     assert expected in done.stderr and done.stderr.startswith("error: ")
     assert "Traceback" not in done.stdout + done.stderr
     assert set((place / "outputs").glob("*")) == before  # nothing half-made is left
+
+
+def test_skipped_records_are_named_on_the_screen_and_in_the_log(place):
+    good = (place / "chats.jsonl").read_text().splitlines()
+    (place / "some-bad.jsonl").write_text("\n".join(good + ["{not json"] * 5))
+    done = run(place, *tiny(place, "run.name=skips", "data.path=some-bad.jsonl", "data.on_bad=skip", "train.max_steps=1",
+                            "precision=bf16"))
+    assert done.returncode == 0, done.stderr
+    assert "some-bad.jsonl:23: bad JSON" in done.stdout and "some-bad.jsonl:24" not in done.stdout
+    assert "... and 2 more, named in logs/rank-0.log" in done.stdout
+    log = (place / "outputs" / "skips" / "logs" / "rank-0.log").read_text()
+    assert all(f"skipped a bad record: {place}/some-bad.jsonl:{line}: bad JSON" in log for line in range(21, 26))
+    assert "ResourceWarning" not in log
+    assert "(LlamaForCausalLM)" in done.stdout and "1: 0.25 epochs of 4 steps" in done.stdout
+    assert "precision=fp32 is faster" in done.stdout
 
 
 @pytest.mark.parametrize("gpus", ["1", "2"])

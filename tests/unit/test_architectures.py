@@ -17,6 +17,7 @@ from tonnage.errors import ConfigError
 from tonnage.facts.architectures import MODEL_TYPES, Architecture
 from tonnage.facts.docs import models_markdown
 from tonnage.facts.models import MODELS
+from tonnage.facts.shapes import shape_of
 
 ROOT = Path(__file__).parents[2]
 TINY = {
@@ -94,6 +95,22 @@ def test_named_model_equals_its_modules_and_the_published_total(name):
 @pytest.mark.parametrize("config", VARIANTS.values(), ids=VARIANTS.keys())
 def test_every_family_and_option_equals_its_modules(config):
     assert_equal_to_modules(Architecture.from_hf_config(config), build_on_meta(config))
+
+
+@pytest.mark.parametrize("name, config, head", [
+    ("phi-1.5 1.3B", {"model_type": "phi", "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 24,
+                      "num_attention_heads": 32, "vocab_size": 51200}, "lm_head"),
+    ("StableLM Alpha 3B", {"model_type": "gpt_neox", "hidden_size": 4096, "intermediate_size": 16384,
+                           "num_hidden_layers": 16, "num_attention_heads": 32, "vocab_size": 50688}, "embed_out"),
+])
+def test_families_that_others_measured_equal_their_modules(name, config, head):
+    arch, model = shape_of(name), build_on_meta(config)
+    layers = model.base_model.layers
+    assert [arch.layer_parameters(i).total for i in range(arch.num_layers)] == [count(layer) for layer in layers]
+    assert arch.num_parameters == count(model)
+    assert arch.head_parameters == count(getattr(model, head, None) or model.get_output_embeddings())
+    assert arch.embedding_parameters == count(model.get_input_embeddings())
+    assert arch.model_type not in MODEL_TYPES  # Tonnage does not train them
 
 
 def test_the_variants_cover_every_family():

@@ -54,7 +54,7 @@ def test_three_numbers_that_agree_are_taken_and_all_others_refused(gpus):
 
 def check_proposals(message, gpus):
     assert message.startswith("batch.accumulation_steps=") and f"{gpus} GPUs" in message
-    triples = re.findall(r"global_rows=(\d+) micro_rows=(\d+) accumulation_steps=(\d+)", message)
+    triples = re.findall(r"batch.global_rows=(\d+) batch.micro_rows=(\d+) batch.accumulation_steps=(\d+)", message)
     assert len(triples) >= 2
     for rows, micro, steps in (map(int, triple) for triple in triples):
         assert steps_by_dealing(rows, gpus, micro) == steps
@@ -64,9 +64,9 @@ def test_proposals_keep_what_was_asked_for_where_they_can():
     with pytest.raises(ConfigError) as error:
         resolve(4, global_rows=128, micro_rows=2, accumulation_steps=8)
     message = str(error.value)
-    assert "global_rows=128 micro_rows=2 accumulation_steps=16" in message  # rows and micro-batch
-    assert "global_rows=128 micro_rows=4 accumulation_steps=8" in message  # rows and steps
-    assert "global_rows=64 micro_rows=2 accumulation_steps=8" in message  # micro-batch and steps
+    assert "batch.global_rows=128 batch.micro_rows=2 batch.accumulation_steps=16" in message  # rows and micro-batch
+    assert "batch.global_rows=128 batch.micro_rows=4 batch.accumulation_steps=8" in message  # rows and steps
+    assert "batch.global_rows=64 batch.micro_rows=2 batch.accumulation_steps=8" in message  # micro-batch and steps
 
 
 @pytest.mark.parametrize("gpus, micro, steps", list(itertools.product(WORLDS, MICROS, (1, 3, 8))))

@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -111,11 +112,13 @@ def test_bad_records_stop_or_are_counted(place):
         run(place, "a.jsonl")
     rows = run(place, "a.jsonl", on_bad="skip")
     assert (rows.stats["read"], rows.stats["bad"], len(rows)) == (9, 1, 8)
+    assert [re.sub(r"^.*/", "", why)[:19] for why in rows.bad_records] == ["a.jsonl:9: bad JSON"]
     toy.save(toy.byte_level(toy.MISTRAL, eos="</s>"), place / "tok")  # refuses system messages
     conversations = (toy.chat("a", "b"), [{"role": "system", "content": "x"}, *toy.chat("a", "b")])
     (place / "a.jsonl").write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in conversations))
     rows = run(place, "a.jsonl", on_bad="skip")
     assert (rows.stats["read"], rows.stats["bad"], len(rows)) == (2, 1, 1)
+    assert "a.jsonl:2: the chat template refuses" in rows.bad_records[0]
 
 
 def test_the_second_time_nothing_is_tokenised(place, monkeypatch):

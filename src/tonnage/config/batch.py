@@ -73,6 +73,7 @@ def _disagreement(rows, micro, steps, needed, gpus, share):
     triples = [(rows, micro, needed), (micro * steps * gpus, micro, steps)]
     if -(-share // fitting_micro) == steps:
         triples.insert(1, (rows, fitting_micro, steps))
-    nearest = "; or ".join(f"global_rows={r} micro_rows={m} accumulation_steps={a}" for r, m, a in triples)
+    nearest = "; or ".join(f"batch.global_rows={r} batch.micro_rows={m} batch.accumulation_steps={a}"
+                           for r, m, a in triples)
     return (f"batch.accumulation_steps={steps}: {rows} rows on {gpus} GPUs are up to {share} rows a GPU, in "
             f"micro-batches of {micro} that is {needed} steps; nearest that agree: {nearest}")

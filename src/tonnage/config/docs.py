@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from tonnage.config.compose import describe_type, groups, schema_fields
+from tonnage.config.compose import ALIASES, describe_type, groups, schema_fields
 
 
 def config_markdown() -> str:
@@ -13,6 +13,7 @@ def config_markdown() -> str:
              "command line. `python launch/train.py --cfg ...` prints the composed config.", "", "## Groups", "",
              "| group | choices |", "| --- | --- |"]
     lines += [f"| `{name}=` | {', '.join(choices)} |" for name, choices in groups().items()]
+    lines += ["", "Short for a key: " + ", ".join(f"`{alias}=` is `{name}=`" for alias, name in ALIASES.items()) + "."]
     section = None
     for name, item in schema_fields().items():
         head = name.rpartition(".")[0]

@@ -58,7 +58,9 @@ def _broken_rules(config, gpus, per_node, device, strategy):
          f"GPU; use strategy.offload=none, or strategy=zero3"),
         (config.data.streaming and config.train.max_steps is None,
          "train.max_steps: must be set for data.streaming=true, where the length of an epoch is not known"),
-        (config.data.path is not None and bool(config.data.sets), "data.path: not together with data.sets; give one"),
+        (config.data.path is not None and bool(config.data.sets),
+         f"data.path={config.data.path}: not together with data.sets; " + (
+            "data=files data.sets=[...] leaves out the path of data=demo" if config.data.name == "demo" else "give one")),
         (not config.data.path and not config.data.sets,
          "data.path: must be given for data=files: a file, a folder or a hub id"),
         (config.gpu.name == "other" and config.gpu.memory_gib is None,

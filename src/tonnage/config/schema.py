@@ -56,8 +56,8 @@ class Batch:
                                             "keys fix it")
     global_tokens: Count | None = key(None, "instead of global_rows: as many whole rows as stay within this many "
                                             "non-padding input tokens (at least one)")
-    micro_rows: Count | Auto = key("auto", "rows of one forward and backward on one GPU, at most; auto keeps a "
-                                           "micro-batch within 4,096 tokens")
+    micro_rows: Count | Auto = key("auto", "rows of one forward and backward on one GPU, at most; auto is the largest "
+                                           "that the plan says fits, within 16,384 tokens; on CPUs within 4,096")
     accumulation_steps: Count | Auto = key("auto", "micro-batches of one optimizer step on the busiest GPU")
 
 
@@ -90,8 +90,8 @@ class Adapter:
 @section
 class Strategy:
     name: Literal["auto", "ddp", "zero0", "zero1", "zero2", "zero3", "fsdp", "hsdp"] = key(
-        "auto", "how states are spread over GPUs; auto: zero3 (one GPU: zero1) under the deepspeed launcher, "
-                "otherwise fsdp (one GPU: ddp)")
+        "auto", "how states are spread over GPUs; auto: on GPUs the least sharding that the plan says fits, zero1 to zero3 "
+                "under the deepspeed launcher, else ddp, hsdp, fsdp; on CPUs zero3 or fsdp, on one zero1 or ddp")
     offload: Literal["none", "optimizer", "all", "nvme"] = key(
         "none", "what lives in host memory (or on NVMe): the optimizer, or parameters too")
     nvme_path: str | None = key(None, "folder on a local NVMe disk, for offload=nvme")

@@ -11,7 +11,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 from tonnage.config.schema import DataSet
 from tonnage.errors import ConfigError, DataError
+from tonnage.runtime.logs import LOG
 from tonnage.runtime.paths import may_be_hub_id, missing
 
 EXTENSIONS = (".jsonl", ".ndjson", ".json", ".parquet", ".csv", ".tsv")
@@ -58,6 +59,12 @@ class Text(NamedTuple):
 
 
 Record = Chat | Completion | Text
+Skipped = Callable[[str], None]
+
+
+def log_skipped(why: str) -> None:
+    """To the log file of this rank."""
+    LOG.debug(f"skipped a bad record: {why}")
 
 
 @dataclass
@@ -125,8 +132,12 @@ class Source:
             total.update(revision.encode())
         return total.hexdigest()
 
-    def records(self, on_bad: str, counts: Counts, skip: int = 0) -> Iterator[tuple[str, Record]]:
+    def records(self, on_bad: str, counts: Counts, skip: int = 0,
+                skipped: Skipped = log_skipped) -> Iterator[tuple[str, Record]]:
         """Yields (origin, record) from record number `skip` on; `counts.read` and `counts.bad` grow with it.
+
+        Args:
+            skipped: is told where each bad record is and why it is left out.
 
         Raises:
             DataError: a record that cannot be used (unless `on_bad` is skip), or no record at all.
@@ -141,6 +152,7 @@ class Source:
                     raise DataError(f"{origin}: {error}; mend the record, or set data.on_bad=skip to count and leave "
                                     "out such records") from None
                 counts.bad += 1
+                skipped(f"{origin}: {error}")
                 continue
             yield origin, record
 

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from tonnage.config.schema import Data, DataSet
-from tonnage.data.formats import Counts, Source
+from tonnage.data.formats import Counts, Skipped, Source, log_skipped
 from tonnage.data.pack import Row, best_fit, check_dropped, cut, make_row
 from tonnage.data.template import Encoder, Sample, decode_marked, load_tokenizer, read_template
 from tonnage.errors import ConfigError, DataError, ModelError
@@ -33,6 +33,7 @@ DATA_CODE_VERSION = 1
 TOKENIZER_FILES = ("tokenizer*", "*.model", "*.tiktoken", "vocab*", "merges*", "special_tokens_map.json",
                    "added_tokens.json", "chat_template*", "chat_templates/*", "additional_chat_templates/*")
 BATCH_RECORDS = 1000
+BAD_RECORDS, SHOWN_RECORDS = "bad_records.json", 3
 PROGRESS_EVERY_S = 5.0
 
 
@@ -45,6 +46,7 @@ class Rows:
         weights: float64[num_rows], of the row's data set. sets: int32[num_rows], its number.
         stats: counts over all sets, and under `sets` for each; `padding_fraction` if rows were padded to seq_tokens.
         first: the first sample. notes: remarks on the chat template.
+        bad_records: where each record that was skipped is, and why.
     """
 
     def __init__(self, folder: Path, part: str, weights: Sequence[float]) -> None:
@@ -59,6 +61,8 @@ class Rows:
         self.weights = np.asarray(weights, dtype=np.float64)[self.sets]
         self.fingerprint = _hash({"rows": meta["key"], "part": part, "weights": [float(weight) for weight in weights]})
         self.notes, self.first = meta["notes"], self._sample(0)
+        bad = folder / BAD_RECORDS
+        self.bad_records: list[str] = json.loads(bad.read_text()) if bad.is_file() else []
         self.stats = _stats(meta, self)
 
     def __len__(self) -> int:
@@ -118,24 +122,25 @@ def fingerprint(sets: Sequence[DataSet], data: Data, tokenizer_folder: str, *, s
 
 
 def sample_batches(source: Source, encoder: Encoder, data: Data, counts: Counts, *, seq_tokens: int, skip: int = 0,
-                   batch_records: int = BATCH_RECORDS) -> Iterator[list[Sample]]:
+                   batch_records: int = BATCH_RECORDS, skipped: Skipped = log_skipped) -> Iterator[list[Sample]]:
     """Yields tokenised samples, cut to `seq_tokens`, from record `skip` on; never reads ahead of what it has yielded.
 
-    `counts` grows by what was read, skipped, cut and dropped.
+    `counts` grows by what was read, skipped, cut and dropped; `skipped` is told of each bad record.
 
     Raises:
         DataError: a bad record, unless data.on_bad=skip.
     """
-    records = source.records(data.on_bad, counts, skip)
+    records = source.records(data.on_bad, counts, skip, skipped)
     while batch := list(islice(records, batch_records)):
         rendered = []
         for origin, record in batch:
             try:
                 rendered.append(encoder.render(record, origin))
-            except DataError:
+            except DataError as error:
                 if data.on_bad == "error":
                     raise
                 counts.bad += 1
+                skipped(str(error))
         samples = (cut(sample, seq_tokens, data.truncate, counts) for sample in encoder.encode(rendered))
         yield [sample for sample in samples if sample is not None]
 
@@ -150,6 +155,9 @@ def describe(rows: Rows, tokenizer: Any) -> str:
          f"{stats['seq_tokens']:,}; padding {stats['padding_fraction']:.0%} of rows of that length"),
         (f"  dropped {stats['dropped_unlabelled']:,} without a label, {stats['dropped_long']:,} too long; skipped "
          f"{stats['bad']:,} bad records")]
+    lines += [f"    {why}" for why in rows.bad_records[:SHOWN_RECORDS]]
+    if len(rows.bad_records) > SHOWN_RECORDS:
+        lines += [f"    ... and {len(rows.bad_records) - SHOWN_RECORDS:,} more, named in logs/rank-0.log"]
     if len(stats["sets"]) > 1:
         lines += [f"  set {number}: {one['kept']:,} samples, {one['tokens']:,} tokens"
                   for number, one in enumerate(stats["sets"])]
@@ -180,12 +188,13 @@ def _open(sets, data, tokenizer_folder, seq_tokens, packing, fraction, seed, pro
 def _build(folder, key, sets, data, tokenizer_folder, seq_tokens, packing, fraction, seed, progress) -> None:
     encoder = Encoder(load_tokenizer(tokenizer_folder), chat_template=data.chat_template, system=data.system,
                       train_on=data.train_on)
-    counts, lengths, labels = [Counts() for _ in sets], [], []
+    counts, lengths, labels, bad = [Counts() for _ in sets], [], [], []
     with (_appending(folder / "tokens.npy", np.int32) as add_tokens,
           _appending(folder / "trained.npy", np.bool_) as add_trained, _progress(progress, len(sets)) as show):
         for number, data_set in enumerate(sets):
             source = Source(data_set)
-            for batch in sample_batches(source, encoder, data, counts[number], seq_tokens=seq_tokens):
+            for batch in sample_batches(source, encoder, data, counts[number], seq_tokens=seq_tokens,
+                                        skipped=bad.append):
                 for sample in batch:
                     add_tokens(sample.tokens)
                     add_trained(sample.trained)
@@ -200,6 +209,8 @@ def _build(folder, key, sets, data, tokenizer_folder, seq_tokens, packing, fract
     parts = _parts(sample_sets, fraction, seed)
     for part, members in parts.items():
         _save_rows(folder, part, members, lengths, sample_sets, seq_tokens, packing)
+    if bad:
+        (folder / BAD_RECORDS).write_text(json.dumps(bad))
     sizes = {file.name: file.stat().st_size for file in sorted(folder.glob("*.npy"))}
     meta = {"key": key, "sizes": sizes, "seq_tokens": seq_tokens, "parts": list(parts), "notes": encoder.notes,
             "sets": [asdict(one) for one in counts]}

@@ -11,7 +11,7 @@ Source: transformers 5.24, `models/<model_type>/{configuration,modeling}_<model_
 from dataclasses import dataclass
 from functools import cached_property
 
-from tonnage.errors import ConfigError
+from tonnage.errors import ConfigError, UnknownFamily
 
 _REQUIRED = object()
 _CORE = dict.fromkeys(
@@ -88,6 +88,8 @@ class Architecture:
 
     `intermediate` is the width of a dense MLP (of an expert in mixtral, which has no dense MLP). MLA models have
     `kv_lora_rank` set and head_dim None: their queries and keys are qk_nope_head_dim + qk_rope_head_dim wide.
+    `is_gpt`: LayerNorm with a bias, an MLP of two matrices around a GELU, and attention and MLP side by side, each on the
+    layer's input (phi, gpt_neox: measured by others, not trained here, so in no family above).
     Layer i is a mixture-of-experts layer unless i < num_first_dense_layers, or i is in dense_layers, or i + 1 is not
     a multiple of moe_layer_step.
     """
@@ -107,6 +109,8 @@ class Architecture:
     mlp_bias: bool = False
     qk_norm: bool = False
     norms_per_layer: int = 2
+    is_gpt: bool = False
+    head_bias: bool = False
     num_experts: int = 0
     experts_per_token: int = 0
     expert_intermediate: int | None = None
@@ -129,14 +133,15 @@ class Architecture:
         inside, since the outer model owns the head. Keys that published files omit get the default of transformers.
 
         Raises:
-            ConfigError: unknown `model_type`, or a key that every published file of the family has is missing or null.
+            UnknownFamily: a `model_type` that is not counted here.
+            ConfigError: a key that every published file of the family has is missing or null.
         """
         if "text_config" in config:
             tied = {key: config[key] for key in ("tie_word_embeddings",) if key in config}
             config = config["text_config"] | tied
         model_type = config.get("model_type")
         if model_type not in _FAMILIES:
-            raise ConfigError(f"model_type={model_type}: not a known architecture; known: {', '.join(MODEL_TYPES)}")
+            raise UnknownFamily(f"model_type={model_type}: not a known architecture; known: {', '.join(MODEL_TYPES)}")
         defaults, fixed = _FAMILIES[model_type]
         config = {_ALIASES.get(key, key): value for key, value in config.items()}
         values = {key: config.get(key, default) for key, default in defaults.items()}
@@ -193,7 +198,7 @@ class Architecture:
             routed_experts_active=self.experts_per_token * expert,
             shared_experts=part.get("mlp.shared_experts", 0),
             router=router,
-            norms=self.norms_per_layer * self.hidden + self._attention_norms(),
+            norms=self.norms_per_layer * self.final_norm + self._attention_norms(),
         )
 
     @cached_property
@@ -208,13 +213,13 @@ class Architecture:
 
     @property
     def head_parameters(self) -> int:
-        """The output head, vocab x hidden without a bias; 0 when it is the input embedding."""
-        return 0 if self.tied_embeddings else self.vocab * self.hidden
+        """The output head, vocab x hidden; 0 when it is the input embedding."""
+        return 0 if self.tied_embeddings else self.vocab * (self.hidden + self.head_bias)
 
     @property
     def final_norm(self) -> int:
-        """The RMSNorm between the last layer and the head."""
-        return self.hidden
+        """The norm between the last layer and the head."""
+        return self.hidden * (2 if self.is_gpt else 1)
 
     @property
     def num_parameters(self) -> int:
@@ -259,6 +264,8 @@ class Architecture:
 
     def _mlp_shapes(self, i: int) -> dict[str, tuple[int, int]]:
         if not self.is_moe_layer(i):
+            if self.is_gpt:
+                return {"mlp.fc1": (self.hidden, self.intermediate), "mlp.fc2": (self.intermediate, self.hidden)}
             return self._swiglu_shapes("mlp", self.intermediate)
         routed = {
             "mlp.gate": (self.hidden, self.num_experts),

@@ -57,6 +57,19 @@ _CONFIGS = {
     "MPT-70b": _mpt(8192, 80, 64),
 }
 
+def _gpt(model_type, hidden, layers, heads, vocab, positions, **more):
+    return Architecture(
+        model_type=model_type, num_layers=layers, hidden=hidden, num_heads=heads, num_kv_heads=heads,
+        head_dim=hidden // heads, intermediate=4 * hidden, vocab=vocab, tied_embeddings=False,
+        max_positions_tokens=positions, qkv_bias=True, output_bias=True, mlp_bias=True, is_gpt=True, **more)
+
+
+# Families that Tonnage does not train. gpt_neox fuses queries, keys and values; phi calls o_proj dense.
+_ARCHITECTURES = {
+    "phi-1.5 1.3B": _gpt("phi", 2048, 24, 32, 51200, 2048, norms_per_layer=1, head_bias=True),
+    "StableLM Alpha 3B": _gpt("gpt_neox", 4096, 16, 32, 50688, 4096),
+}
+
 # a name in published tables -> a name in facts/models.py or a hub id above
 _NAMES = {
     "llama7b": ("Llama-2-7b", "Llama 2 7B", "Llama-2-7b class"),
@@ -95,6 +108,8 @@ def shape_of(name: str) -> Architecture | None:
     known = _ALIASES.get(name, name)
     if known in MODELS:
         return MODELS[known].architecture
+    if known in _ARCHITECTURES:
+        return _ARCHITECTURES[known]
     config = _CONFIGS.get(known) or _CONFIGS.get(f"Qwen/{known}")
     return Architecture.from_hf_config(config) if config else None
 

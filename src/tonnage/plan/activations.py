@@ -135,6 +135,18 @@ class Style:
         flash: the attention kernel never holds [tokens, tokens]. `masked`: it is given a mask, so keys and values
             are repeated for all heads.
         dequantised_weight: a linear unpacks its weight, in forward and again in backward.
+        dropout: the adapter's input goes through dropout: a copy for each adapted matrix, and a mask.
+        fused_adapter: adapter and base are one function, which saves its input besides and no mask.
+        fused_qkv: queries, keys and values are views of one product, which the values keep alive; its adapter is one, and
+            put in its place by index_copy, which saves it.
+        saves_inputs: the product with a quantised matrix saves its input, trained or not.
+        fused_mlp: activation and product of a gated MLP are one kernel, which saves its two inputs.
+        looped_experts: routed experts one after another, as transformers below 5 has them.
+        checkpoints_parts: norms, attention and MLP are checkpointed one by one, so that a layer keeps four inputs, and one
+            part at a time is computed again.
+        reentrant: checkpointing holds the recomputed output while it goes backward.
+        stream_bytes: of one number between layers; 0 is compute_bytes.
+        inputs_on_host: checkpointed inputs are moved to the host, all but so many on their way; 0: they are not.
     """
 
     compute_bytes: int = 2
@@ -148,14 +160,27 @@ class Style:
     flash: bool = True
     masked: bool = False
     dequantised_weight: bool = False
+    dropout: bool = False
+    fused_adapter: bool = False
+    fused_qkv: bool = False
+    saves_inputs: bool = False
+    fused_mlp: bool = False
+    looped_experts: bool = False
+    checkpoints_parts: bool = False
+    reentrant: bool = False
+    stream_bytes: int = 0
+    inputs_on_host: int = 0
 
 
 def layer_tape(architecture: Architecture, i: int, rows: int, seq_tokens: int, style: Style) -> Tape:
     """The tape of layer i for `rows` rows of `seq_tokens` tokens; its input is `x`."""
     writer = _Writer(architecture, i, rows, seq_tokens, style)
-    attended = writer.attention(writer.norm("x", "input_norm", architecture.hidden))
-    hidden = writer.residual("x", attended, "x2")
-    return writer.finish(hidden)
+    if style.checkpoints_parts:  # the MLP is the fullest part
+        writer.mlp("x", "mlp")
+        return writer.tape
+    normed = writer.norm("x", "input_norm", architecture.hidden)
+    hidden = writer.residual("x", writer.attention(normed), "x2")
+    return writer.side_by_side(normed, hidden) if architecture.is_gpt else writer.finish(hidden)
 
 
 class _Writer:
@@ -175,7 +200,7 @@ class _Writer:
     def norm(self, x, name, width):
         """RMSNorm as transformers writes it: in fp32, cast back, times the weight."""
         tape, saves_input = self.tape, self.style.trains_base
-        if self.style.fused_norm:
+        if self.style.fused_norm or self.a.is_gpt:
             return tape.add(name, self.of(width), x, saves=(x,))
         wide = self.tokens * width * 4
         if self.c != 4:
@@ -195,7 +220,8 @@ class _Writer:
         adapted = name in style.adapted
         base = f"{output}.base" if adapted else output
         unpacked = inputs * outputs * self.c if style.dequantised_weight else 0
-        tape.add(base, self.of(outputs), x, saves=(x,) if style.trains_base else (), forward_temporary=unpacked,
+        saves_input = style.trains_base or style.saves_inputs or (adapted and style.fused_adapter)
+        tape.add(base, self.of(outputs), x, saves=(x,) if saves_input else (), forward_temporary=unpacked,
                  backward_temporary=unpacked,
                  weight=inputs * outputs * style.weight_gradient_bytes if style.trains_base else 0)
         if not adapted:
@@ -203,6 +229,9 @@ class _Writer:
         narrow = self.tokens * style.adapter_bytes
         if style.adapter_bytes != self.c:
             x = tape.add(f"{output}.input", narrow * inputs, x)
+        if style.dropout:
+            tape.sizes[f"{output}.mask"] = 0 if style.fused_adapter else self.tokens * inputs
+            x = tape.add(f"{output}.dropped", narrow * inputs, x, saves=(f"{output}.mask",))
         tape.add(f"{output}.A", narrow * style.rank, x, saves=(x,))
         tape.add(f"{output}.B", narrow * outputs, f"{output}.A", saves=(f"{output}.A",))
         tape.add(f"{output}.scaled", narrow * outputs, f"{output}.B")
@@ -212,6 +241,25 @@ class _Writer:
         # bf16 + fp32 is fp32, cast back
         tape.add(f"{output}.sum", size, base, f"{output}.scaled")
         return tape.add(output, self.of(outputs), f"{output}.sum")
+
+    def fused(self, x):
+        """Queries and keys after rotary embeddings, and the product of which the values are a view, with litgpt's adapter.
+
+        Source: Lightning-AI/litgpt at 8641822, lit_gpt/lora.py LoRAQKVLinear, lit_gpt/model.py CausalSelfAttention.
+        """
+        tape, style, (inputs, _) = self.tape, self.style, self.shapes["self_attn.q_proj"]
+        widths = {name: self.shapes[f"self_attn.{name}_proj"][1] for name in "qkv"}
+        adapted = [name for name in "qkv" if f"self_attn.{name}_proj" in style.adapted]
+        total = self.of(sum(widths.values()))
+        tape.add("qkv.base", total, x, saves=(x,) if style.trains_base or style.saves_inputs else ())
+        tape.sizes["qkv.mask"] = self.tokens * inputs
+        tape.add("qkv.dropped", self.of(inputs), x, saves=("qkv.mask",))
+        tape.add("qkv.A", self.of(style.rank * len(adapted)), "qkv.dropped", saves=("qkv.dropped",))
+        tape.add("qkv.B", self.of(sum(widths[name] for name in adapted)), "qkv.A", saves=("qkv.A",))
+        tape.add("qkv.placed", total, "qkv.B", saves=("qkv.B",), forward_temporary=total)
+        tape.add("qkv.scaled", total, "qkv.placed")
+        qkv = tape.add("qkv", total, "qkv.base", "qkv.scaled", passes=True)
+        return tape.add("q", self.of(widths["q"]), qkv), tape.add("k", self.of(widths["k"]), qkv), qkv
 
     def rope(self, x, width):
         """x * cos + rotate_half(x) * sin."""
@@ -226,7 +274,10 @@ class _Writer:
     def attention(self, x):
         """From the normed input to the output projection."""
         a = self.a
-        if a.is_mla:
+        if self.style.fused_qkv:
+            query_width = value_width = a.num_heads * a.head_dim
+            q, k, v = self.fused(x)
+        elif a.is_mla:
             q, k, v = self.latent(x)
             query_width, value_width = a.num_heads * (a.qk_nope_head_dim + a.qk_rope_head_dim), a.num_heads * a.v_head_dim
         else:
@@ -281,6 +332,9 @@ class _Writer:
         """SwiGLU: down(silu(gate(x)) * up(x))."""
         width, tape = self.of(self.shapes[f"{module}.gate_proj"][1]), self.tape
         gate, up = self.linear(x, f"{module}.gate_proj"), self.linear(x, f"{module}.up_proj")
+        if self.style.fused_mlp:
+            tape.add(f"{module}.product", width, gate, up, saves=(gate, up))
+            return self.linear(f"{module}.product", f"{module}.down_proj")
         tape.add(f"{module}.act", width, gate, saves=(gate,))
         tape.add(f"{module}.product", width, f"{module}.act", up, saves=(f"{module}.act", up))
         return self.linear(f"{module}.product", f"{module}.down_proj")
@@ -295,6 +349,8 @@ class _Writer:
         probabilities = tape.add("router", self.tokens * a.num_experts * 4, x, saves=(x, "router") if style.trains_base
                                  else ("router",))
         scores = tape.add("scores_of_experts", pairs, probabilities, saves=("scores_of_experts",))
+        if style.looped_experts:
+            return self.experts_in_turn(x, scores, pairs / a.num_experts)
         weight = {name: a.num_experts * math.prod(self.shapes[f"mlp.experts.{name}"])
                   for name in ("gate_up_proj", "down_proj")} if style.trains_base else {}
         gradient = {name: size * style.weight_gradient_bytes for name, size in weight.items()}
@@ -309,6 +365,39 @@ class _Writer:
         weighted = tape.add("weighted", pairs * a.hidden, down, scores, saves=(down, scores))
         ordered = tape.add("ordered", pairs * a.hidden, weighted)
         return tape.add("routed", self.of(a.hidden), ordered)
+
+    def experts_in_turn(self, x, scores, pairs):
+        """Routed experts one by one, each on as many tokens: `pairs` bytes a unit of width; added up in place.
+
+        Source: transformers 4.48 models/mixtral/modeling_mixtral.py, MixtralSparseMoeBlock.forward.
+        """
+        a, tape, style = self.a, self.tape, self.style
+        (_, both), (width, _) = self.shapes["mlp.experts.gate_up_proj"], self.shapes["mlp.experts.down_proj"]
+        weight = a.hidden * width * style.weight_gradient_bytes * style.trains_base
+        unpacked = a.hidden * width * self.c * style.dequantised_weight
+        product = {"weight": weight, "forward_temporary": unpacked, "backward_temporary": unpacked}
+        total = tape.add("routed", self.of(a.hidden), x)
+        for e in range(a.num_experts):
+            chosen = tape.add(f"{e}.chosen", pairs * a.hidden, x)
+            kept = (chosen,) if style.trains_base else ()
+            gate = tape.add(f"{e}.gate", pairs * both / 2, chosen, saves=kept, **product)
+            act = tape.add(f"{e}.act", pairs * width, gate, saves=(gate,))
+            up = tape.add(f"{e}.up", pairs * both / 2, chosen, saves=kept, **product)
+            made = tape.add(f"{e}.product", pairs * width, act, up, saves=(act, up))
+            down = tape.add(f"{e}.down", pairs * a.hidden, made, saves=(made,) if style.trains_base else (), **product)
+            weighted = tape.add(f"{e}.weighted", pairs * a.hidden, down, scores, saves=(down, scores))
+            total = tape.add(f"{e}.routed", self.of(a.hidden), total, weighted)
+        return total
+
+    def side_by_side(self, normed, hidden):
+        """The MLP of a layer whose attention and MLP both work on its input."""
+        tape = self.tape
+        if self.a.norms_per_layer > 1:
+            normed = self.norm("x", "post_norm", self.a.hidden)
+        wide = self.linear(normed, "mlp.fc1")
+        out = self.linear(tape.add("mlp.act", tape.sizes[wide], wide, saves=(wide,)), "mlp.fc2")
+        self.residual(hidden, out, "y")
+        return tape
 
     def finish(self, hidden):
         """The second half of the layer."""

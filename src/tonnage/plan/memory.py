@@ -46,11 +46,13 @@ def style_of(job: Job) -> Style:
 
 @dataclass(frozen=True)
 class LossBytes:
-    """Bytes of head and loss: most alive in `forward`, most alive in `backward` of both, and what remains after it."""
+    """Bytes of head and loss: most alive in `forward`, most alive in `backward` of both, what remains `after` it, and what
+    is `kept` until the backward of layers ends."""
 
     forward: float
     backward: float
     after: float
+    kept: float = 0.0
 
 
 VOCAB_BLOCK = 16384  # train/loss.py forms a trained head's gradient for that many words at a time
@@ -85,48 +87,59 @@ def assemble(job: Job, style: Style, spread: Spread, loss: LossBytes) -> Memory:
     a = job.architecture
     layers = _layers(job, style)
     boundary = job.micro_tokens * a.hidden * style.compute_bytes
+    between = job.micro_tokens * a.hidden * (style.stream_bytes or style.compute_bytes)
     checkpointed = job.checkpointing == "full"
     kept = "layer inputs" if checkpointed else "saved activations"
     # a norm that casts its input does not save it
-    saved = [boundary if checkpointed else layer.saved + style.fused_norm * boundary for layer in layers]
+    between *= 4 if checkpointed and style.checkpoints_parts else 1
+    saved = [between if checkpointed else layer.saved + style.fused_norm * boundary for layer in layers]
+    if checkpointed and style.inputs_on_host:
+        saved = [between if i < style.inputs_on_host else 0.0 for i in range(a.num_layers)]
     held = spread.weights | {"optimizer states": spread.states}
     held_root = held | {"gathered for the whole step": spread.root.whole}
-    summed = spread.gradients if job.accumulation_steps > 1 else 0.0
+    sums = spread.gradients if spread.sums is None else spread.sums
+    summed = sums if job.accumulation_steps > 1 else 0.0
+    copies = 1 if spread.flat else 2  # FSDP2 gathers into a buffer and copies out of it
 
-    forward = [held_root | {"gradients": summed, "gathered": 2 * spread.embedding.whole, kept: boundary}]
+    forward = [held_root | {"gradients": summed, "gathered": copies * spread.embedding.whole, kept: boundary}]
     before = spread.embedding.whole
     for i, layer in enumerate(layers):
         so_far = held_root | {"gradients": summed, kept: sum(saved[:i]) + boundary}
         whole = spread.layers[i].whole
-        forward.append(so_far | {"gathered": before + 2 * whole})
-        forward.append(so_far | {"gathered": 2 * whole, "one layer's forward":
+        forward.append(so_far | {"gathered": before + copies * whole})
+        forward.append(so_far | {"gathered": copies * whole, "one layer's forward":
                                  layer.inference if checkpointed else layer.forward})
-        before = whole
+        before = 0.0 if spread.flat else whole
 
     # the last norm holds its input (a cast of it unless fused), its output, and the cast before a trained weight
     wide = boundary * 4 / style.compute_bytes
     norm = boundary + (boundary if style.fused_norm else wide + (style.trains_base and style.compute_bytes < 4) * boundary)
     end = held_root | {"gradients": summed, kept: sum(saved), "final norm": norm}
     head = spread.head
-    losses = [end | {"gathered": before + 2 * head.whole},
-              end | {"gathered": 2 * head.whole, "logits and loss": loss.forward},
+    losses = [end | {"gathered": before + copies * head.whole},
+              end | {"gathered": copies * head.whole, "logits and loss": loss.forward},
               end | {"gathered": head.whole, "logits and loss": loss.backward},
               end | {"gradients before they are reduced": head.gradient + head.reduced, "logits and loss": loss.after}]
 
     backward, above, reducing = [], spread.head.reduced, spread.head.reduced
+    held_root = held_root | {"gradients outside of layers": spread.root_gradient, "logits and loss": loss.kept}
     for i in reversed(range(a.num_layers)):
         layer, unit = layers[i], spread.layers[i]
-        ahead = spread.layers[i - 1].whole if i else spread.embedding.whole
+        ahead = spread.prefetches * (spread.layers[i - 1].whole if i else spread.embedding.whole)
         here = held_root | {
             "gradients": max(summed, spread.share * above) + (spread.second_sum if summed else 0.0),
             "gathered": unit.whole + ahead,
             kept: sum(saved[:i + 1]) - (0 if checkpointed else layer.saved)}
+        if spread.keeps_input_gradients:  # a layer's own output gradient is counted in its backward
+            here |= {kept: sum(saved), "gradients of layer inputs": max(0, a.num_layers - 2 - i) * between}
         backward.append(here | {
-            "one layer again, backward" if checkpointed else "one layer's backward": layer.backward,
+            "one layer again, backward" if checkpointed else "one layer's backward":
+                layer.backward + (checkpointed and style.reentrant) * between,
             "gradients before they are reduced": reducing})
-        backward.append(here | {"gathered": ahead, "one layer again, backward": 2 * boundary,
+        still = unit.whole if spread.flat else 0.0  # weights are views of what the gradients are concatenated for
+        backward.append(here | {"gathered": still + ahead, "one layer again, backward": 2 * boundary,
                                 "gradients before they are reduced": unit.gradient + unit.reduced})
-        above, reducing = above + unit.reduced, unit.reduced
+        above, reducing = above + unit.reduced, 0.0 if spread.flat else unit.reduced
     outside = spread.embedding if spread.embedding.whole else spread.root
     backward.append(held_root | {
         "gradients": max(summed, spread.share * above), kept: boundary,

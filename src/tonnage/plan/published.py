@@ -9,31 +9,12 @@ from collections import Counter
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
+from pathlib import Path
 
+from tonnage.errors import ConfigError
 from tonnage.facts.shapes import is_stand_in, shape_of
 from tonnage.plan.job import Job
 
-# What a framework keeps, by profile. Bytes are per parameter and rank-independent, before any sharding; w/g/o are
-# weights, gradients, optimizer states. "+adapter" is what is kept of LoRA's matrices beside a frozen bf16 (or
-# quantised) base. Which loss is used is `Published.logits`, and is independent of these.
-PROFILES = {
-    "hf_pure_bf16": "weights, gradients, Adam's moments all bf16: 2w + 2g + 4o; foreach AdamW holds 2 more in the step",
-    "hf_fsdp_mixed": "FSDP1 by accelerate >= 0.30: flat weights, gradients and moments fp32: 4w + 4g + 8o, "
-                     "foreach AdamW 4 more in the step; bf16 copies are gathered",
-    "hf_lora": "transformers and peft: frozen bf16 base; adapter fp32: 4w + 4g + 8o; inputs of checkpointed layers "
-               "keep their gradients alive under FSDP1",
-    "hf_qlora": "as hf_lora over a 4-bit base (bitsandbytes NF4 or GPTQ): linear layers quantised, embedding and head "
-                "bf16",
-    "fsdp_qlora": "Answer.AI fsdp_qlora: NF4 (or bf16) base stored and gathered as bf16, adapter bf16: 2w + 2g + 4o",
-    "litgpt_bf16_true": "all bf16, base frozen; adapter 2w + 2g + 4o; head and loss in chunks of 128 tokens",
-    "torchtune_bf16": "all bf16 (adapter too): 2w + 2g + 4o; loss in 8 chunks",
-    "automodel_bf16": "NeMo AutoModel: model loaded in bf16, so all bf16: 2w + 2g + 4o",
-    "fsdp2_fp32_master": "torchtitan: fp32 shards, 4w + 4g + 8o; bf16 gathered and computed, gradients reduced in fp32",
-    "fsdp1_fp32_master": "llm-foundry, fms-fsdp: fp32 flat shards, 4w + 4g + 8o; bf16 gathered and computed",
-    "deepspeed_zero": "DeepSpeed bf16: 2w + 2g (fp32 sums at stage 1 to 3) + 12o: fp32 master and moments; frozen "
-                      "weights only sharded at stage 3",
-    "colossal_zero": "ColossalAI low-level ZeRO: 2w + 2g + 12o",
-}
 _TARGETS = {
     "q,k,v,o": ("q_proj", "k_proj", "v_proj", "o_proj"),
     "q,v": ("q_proj", "v_proj"),
@@ -88,7 +69,8 @@ class Row:
     @property
     def grade(self) -> str:
         """`A` of `[A-speed] ...`."""
-        return re.match(r"\[(.*?)\]", self.notes).group(1)
+        found = re.match(r"\[(.*?)\]", self.notes)
+        return found[1] if found else ""
 
     @property
     def did_not_fit(self) -> bool:
@@ -105,7 +87,8 @@ class Row:
 class Published:
     """A row that can be predicted: its job, and what a job of Tonnage's own never has.
 
-    `network_gb_s` is one way between nodes, per GPU. `profile` is a name of PROFILES. `base` is the form of a frozen
+    `network_gb_s` is one way between nodes, per GPU. `profile` is a name of plan.profiles.PROFILES,
+    `traits` are names of TRAITS there. `base` is the form of a frozen
     base: bf16, nf4 (4.5 bits), nf4_dq (4.127 bits) or gptq4. `logits`: plain (HF: bf16, and fp32 copies), fused_ce (a
     kernel on whole bf16 logits), chunked (`job.loss_chunk_tokens` at a time), none (never held: Liger, cut
     cross-entropy).
@@ -119,26 +102,47 @@ class Published:
     base: str
     logits: str
     seq_is_longest: bool
+    seq_is_bound: bool
     is_stand_in: bool
+    traits: tuple[str, ...] = ()
 
     @property
     def predicts_memory(self) -> bool:
-        """Whether the memory of `job` is that of the row: the peak is set by the longest sample, so that will do."""
-        return not self.is_stand_in
+        """Whether the memory of `job` is that of the row: the peak is set by the longest sample, so that will do.
+
+        Where the longest is only bounded, it is so if the peak does not depend on it, which plan.validate finds out.
+        """
+        return not self.is_stand_in and not self.seq_is_bound
 
     @property
     def predicts_speed(self) -> bool:
-        """Whether the speed of `job` is that of the row: every sample as long as stated, on a GPU of the table."""
-        return self.row.tok_per_s_per_gpu is not None and self.gpu is not None and not self.seq_is_longest
+        """Whether the speed of `job` is that of the row: every sample as long as stated, on a GPU of the table, and nothing
+        moved that a job does not move."""
+        moves = {"inputs on host", "step in backward"} & set(self.traits)
+        return self.row.tok_per_s_per_gpu is not None and self.gpu is not None and not self.seq_is_longest and not (
+            moves or self.seq_is_bound)
 
 
 @cache
-def rows() -> tuple[Row, ...]:
-    """All published rows, in the order of the file."""
-    text = files("tonnage.facts").joinpath("published.csv").read_text(encoding="utf-8")
+def rows(path: Path | None = None) -> tuple[Row, ...]:
+    """All rows of the file, in its order; of facts/published.csv by default.
+
+    Raises:
+        ConfigError: a file that cannot be read, or without the columns that say what was run and measured.
+    """
+    try:
+        text = (path or files("tonnage.facts").joinpath("published.csv")).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--validate {path}: cannot be read: {error}") from error
     lines = [line for line in text.splitlines() if not line.startswith("#")]
-    return tuple(Row(**{name: _parsed(kind, line[name]) for name, kind in Row.__annotations__.items()})
+    lacking = sorted(NEEDED - set(next(csv.reader(lines[:1]), [])))
+    if lacking:
+        raise ConfigError(f"--validate {path}: has no column {', '.join(lacking)}; facts/published.csv shows all")
+    return tuple(Row(**{name: _parsed(kind, line.get(name) or "") for name, kind in Row.__annotations__.items()})
                  for line in csv.DictReader(lines))
+
+
+NEEDED = {"id", "model", "method", "strategy", "world", "gpu", "seq_len", "micro_batch", "peak_gib", "peak_class", "notes"}
 
 
 def _parsed(kind, text):
@@ -146,7 +150,10 @@ def _parsed(kind, text):
         return text
     if kind == int | None:
         return int(text) if text.isdigit() else None
-    return float(text) if text else None
+    try:
+        return float(text) if text else None
+    except ValueError:
+        return None
 
 
 def architecture_of(row: Row):
@@ -174,12 +181,10 @@ def predictable(row: Row) -> Published | str:
         ("strategy not stated or mixed", not parts),
         ("number of GPUs not stated", row.world is None),
         ("no sequence length stated", not length and "orca" not in row.seq_len),
-        ("lengths vary and the longest is not known", not length or "short" in row.seq_len or "unpacked)" in row.seq_len
-         or "unpacked alpaca" in row.seq_len),
+        ("lengths vary and the longest is not known", not length),
         ("micro-batch not stated per GPU", not micro),
-        ("activation checkpointing not stated, selective or offloaded", not _checkpointing(row)),
-        ("optimizer is not one of Tonnage's, or steps within backward",
-         re.search(r"backward|Muon|precision-aware|K=12", row.optimizer) or "opt-in-backward" in row.notes),
+        ("activation checkpointing not stated, selective, or offloaded in an unknown way", not _checkpointing(row)),
+        ("optimizer is not one of Tonnage's", re.search(r"Muon|precision-aware|K=12", row.optimizer)),
     )
     for reason, applies in reasons:
         if applies:
@@ -199,11 +204,14 @@ def predictable(row: Row) -> Published | str:
         attention="eager" if row.attn.startswith("eager") else "flash" if "flash" in row.attn or "fa" in row.attn
         else "sdpa",
         loss="plain" if logits in ("plain", "fused_ce") else "chunked", loss_chunk_tokens=chunk_tokens,
-        compile="compile" in row.precision.replace("no compile", "") or "compile on" in row.notes)
+        compile=_compiled(row))
     network = re.search(r"(\d+) ?Gbps node-node", row.notes)
     return Published(row=row, job=job, gpu=_GPUS.get(row.gpu), profile=_profile(row, adapter, strategy), base=_base(row),
                      network_gb_s=int(network[1]) / 8 / _GPUS_PER_NODE if network else None, logits=logits,
-                     seq_is_longest=length[2] is not None, is_stand_in=is_stand_in(row.model))
+                     seq_is_longest=length[2] is not None,
+                     seq_is_bound=bool(re.search("short|unpacked\\)|unpacked alpaca", row.seq_len)),
+                     is_stand_in=is_stand_in(row.model),
+                     traits=_traits(row, architecture))
 
 
 def _adapter(row):
@@ -218,14 +226,19 @@ def _base(row):
         return "bf16"
     if "gptq" in row.method:
         return "gptq4"
-    # IBM's benchmark and QLoRA's own settings quantise the scales too
-    return "nf4_dq" if re.search("dq", row.method, re.I) or row.id.startswith("fmsacc") else "nf4"
+    # IBM's benchmark, QLoRA's own settings and torchao (dtypes/nf4tensor.py) quantise the scales too
+    return "nf4_dq" if re.search("dq|torchao", row.method, re.I) or row.id.startswith("fmsacc") else "nf4"
 
 
 def _checkpointing(row):
     if row.act_ckpt.startswith("none"):
         return "none"
-    return "full" if row.act_ckpt.startswith("full") and "offload" not in row.act_ckpt else None
+    offloads = "offload" in row.act_ckpt and not row.source.startswith("torchtune")
+    return "full" if row.act_ckpt.startswith("full") and not offloads else None
+
+
+def _compiled(row):
+    return "compile" in row.precision.replace("no compile", "") or bool(re.search("compile on|, compile,", row.notes))
 
 
 def _strategy(row):
@@ -264,9 +277,43 @@ def _profile(row, adapter, strategy):
     return "hf_pure_bf16" if pure else "hf_fsdp_mixed"
 
 
-def published(has=lambda row: True) -> list[Published]:
+def _traits(row, architecture):
+    """What the row's versions and options change of its profile, by names of plan.profiles.TRAITS."""
+    settings = re.search(r"framework_config=([a-z-]+)", row.notes)
+    settings = settings[1] if settings else ""
+    # transformers 4.45.2, refs/requirements_liger.txt; the other's chart is of August 2024
+    is_old = row.id.startswith("fmsacc-liger") or row.source.startswith("Liger-Kernel")
+    found = {
+        "fused kernels": "foak" in settings,
+        "Liger's kernels": "liger" in row.fused_loss and not settings,
+        "outside apart": row.source == "torchtune README table 1" and row.method == "full" and row.world > 1,
+        "fused adapter": "bnb-foak" in settings,
+        "autocast": "bf16 autocast" in row.precision or "fp16 autocast" in row.precision,
+        "logits let go": is_old,
+        "repeated keys": is_old and architecture.model_type in ("mistral", "mixtral", "qwen2"),
+        "fp32 stream": settings == "baseline-peft-bnb" and row.world == 1,
+        "compiled": _compiled(row),
+        "inputs on host": "offload" in row.act_ckpt,
+        "step in backward": "backward" in row.optimizer or "opt-in-backward" in row.notes,
+        "states on host": row.optimizer.startswith("Paged"),
+    }
+    return tuple(name for name, applies in found.items() if applies)
+
+
+def published(has=lambda row: True, among: tuple[Row, ...] | None = None) -> list[Published]:
     """The predictable rows among those that `has` accepts."""
-    return [found for row in rows() if has(row) and isinstance(found := predictable(row), Published)]
+    return [found for row in (rows() if among is None else among)
+            if has(row) and isinstance(found := predictable(row), Published)]
+
+
+def group_of(found: Published) -> tuple[str, str]:
+    """(source, model family): rows of one group are alike, so that a group is fitted or untouched as a whole."""
+    return found.row.source, found.job.architecture.model_type
+
+
+def is_fitted(group: tuple[str, str], groups: list[tuple[str, str]]) -> bool:
+    """Every second group in the order of their names, from the first, is fitted on."""
+    return sorted(groups).index(group) % 2 == 0
 
 
 def counts() -> dict[str, Counter]:
@@ -275,7 +322,8 @@ def counts() -> dict[str, Counter]:
     for row in rows():
         found = predictable(row)
         if row.has_tensor_peak or row.did_not_fit:
-            why = found if isinstance(found, str) else "predictable" if found.predicts_memory else "shape is a stand-in"
+            why = found if isinstance(found, str) else "predictable" if found.predicts_memory else (
+                "shape is a stand-in" if found.is_stand_in else "lengths vary, up to a bound")
             (oom if row.did_not_fit else memory)[why] += 1
         if row.tok_per_s_per_gpu is not None:
             speed[found if isinstance(found, str) else "predictable" if found.predicts_speed else

@@ -13,7 +13,7 @@ from statistics import median
 
 from tonnage.facts.gpus import GPUS, Gpu
 from tonnage.plan.job import Job, adapted_shapes
-from tonnage.plan.published import Published, Row, published
+from tonnage.plan.published import Row, group_of, is_fitted, published
 
 NETWORK_GB_S = 50.0  # one 400 Gb/s InfiniBand port a GPU. Source: NVIDIA DGX H100 data sheet
 
@@ -289,19 +289,9 @@ class Comparison:
         return max(self.predicted / self.measured, self.measured / self.predicted)
 
 
-def group_of(found: Published) -> tuple[str, str]:
-    """(source, model family): rows of one group are alike, so that a group is fitted or untouched as a whole."""
-    return found.row.source, found.job.architecture.model_type
-
-
-def is_fitted(group: tuple[str, str], groups: list[tuple[str, str]]) -> bool:
-    """Every second group in the order of their names, from the first, is fitted on."""
-    return sorted(groups).index(group) % 2 == 0
-
-
-def compare() -> list[Comparison]:
+def compare(among: tuple[Row, ...] | None = None) -> list[Comparison]:
     """Every predictable published speed beside ours."""
-    found = [item for item in published(lambda row: row.tok_per_s_per_gpu is not None) if item.predicts_speed]
+    found = [item for item in published(lambda row: row.tok_per_s_per_gpu is not None, among) if item.predicts_speed]
     return [Comparison(item.row, group_of(item), item.row.tok_per_s_per_gpu,
                        step_time(item.job, GPUS[item.gpu], item.network_gb_s or NETWORK_GB_S,
                                  STORED_BYTES[item.base]).tokens_per_s_per_gpu)
@@ -318,7 +308,7 @@ def summary(comparisons: list[Comparison]) -> list[tuple[str, int, float, float,
                       [item for item in comparisons if item.group == group] for group in groups}
     return [(name, len(items), median(item.factor for item in items),
              sorted(item.factor for item in items)[math.ceil(0.9 * len(items)) - 1],
-             median(item.predicted / item.measured for item in items)) for name, items in named.items()]
+             median(item.predicted / item.measured for item in items)) for name, items in named.items() if items]
 
 
 if __name__ == "__main__":

@@ -34,6 +34,12 @@ class Spread:
     unit's fp32 gradient that stays here. `root` is gathered from forward to the end of backward, the others when they
     are used. `reduce`: buffers at the end of backward. `second_sum`: of gradients, held in backward while
     accumulating. `step`: temporaries of the optimizer step. `save`: of writing a checkpoint.
+
+    What follows is of other frameworks (plan.profiles). `flat`: FSDP1, which gathers in place, one layer at a time in
+    forward, and has reduced a layer's gradients before the next layer's are made. `root_gradient`: of weights outside of
+    layers, whole from the loss on. `keeps_input_gradients`: the inputs of checkpointed layers, and their gradients, are
+    alive to the end of backward. `prefetches`: the next layer is gathered during the backward of one. `sums`: of
+    gradients between micro-batches, where these are not `gradients`.
     """
 
     weights: dict[str, float]
@@ -48,6 +54,11 @@ class Spread:
     second_sum: float = 0.0
     step: float = 0.0
     save: float = 0.0
+    flat: bool = False
+    root_gradient: float = 0.0
+    keeps_input_gradients: bool = False
+    prefetches: bool = True
+    sums: float | None = None
 
 
 def spread_of(job: Job) -> Spread:

@@ -39,6 +39,7 @@ def train(s: Session) -> str:
         # ---- the window is behind us: count it, whether or not the update was applied
         position.step, position.cursor = position.step + 1, cursor
         position.label_tokens += result["label_tokens"]
+        s.input_tokens += result["input_tokens"]
         position.num_updates += result["applied"]
         position.nonfinite_steps = 0 if result["applied"] else position.nonfinite_steps + (not result["overflow"])
         position.loss_scale = s.engine.loss_scale
@@ -83,6 +84,7 @@ def run_window(s: Session, rows, step: int) -> dict:
         loss = loss_sum(s.engine.forward, s.head, batch.to(s.engine.device))
         total += loss.detach()
         s.engine.backward(loss * scale, last=i == len(batches) - 1)
+        s.progress.micro(i + 1, len(batches))
     rate = learning_rate(s.config.schedule, s.peak_rate, step, s.num_steps)
     outcome = s.engine.step(rate)
     dist.all_reduce(total)
@@ -115,7 +117,7 @@ def _report(s, result, step_s):
               "clipped_norm": min(result["grad_norm"], clip or math.inf), "memory_gib": memory_gib(s.engine.device),
               "total_label_tokens": position.label_tokens}
     s.metrics.log(position.step, values, always=position.step == s.num_steps)
-    s.progress.update(position.step, f"loss {result['loss']:.4f}  {number(values['input_tokens_per_s'])} tokens/s  "
+    s.progress.update(position.step, f"loss {result['loss']:.4f}  {number(values['input_tokens_per_s'])} input tokens/s  "
                                      f"{step_s:.2f} s/step  {values['memory_gib']:.2f} GiB")
     s.status("running", f"step {position.step} of {s.num_steps}", at_most_every_s=1.0)
 

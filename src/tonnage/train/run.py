@@ -11,10 +11,11 @@ import torch.distributed as dist
 from tonnage.config.compose import compose_config
 from tonnage.config.rules import Layout
 from tonnage.config.schema import Config
+from tonnage.data.formats import log_skipped
 from tonnage.data.prepare import describe
 from tonnage.errors import EXIT_DONE, EXIT_STOPPED_RESUMABLE, DataError, DoesNotFit
 from tonnage.models.build import count_by_kind
-from tonnage.report.console import memory_gib, number, table
+from tonnage.report.console import count, memory_gib, number, table
 from tonnage.runtime import runs
 from tonnage.runtime.logs import LOG
 from tonnage.train.loop import train
@@ -99,8 +100,10 @@ def _train(s: Session, layout: Layout, rows) -> int:
     s.answers("after training")
     s.status("done", f"finished after step {s.position.step}", exit_code=EXIT_DONE,
              best_metric=s.position.best_metric, best_step=s.position.best_step)
-    LOG.info(f"done: {s.position.step} steps, {s.position.label_tokens:,} label tokens in "
-             f"{time.monotonic() - started:.0f} s; peak memory of rank 0 {memory_gib(s.engine.device):.2f} GiB")
+    took_s = time.monotonic() - started
+    LOG.info(f"done: {count(s.position.step, 'step')}; in this start {s.input_tokens:,} input tokens in {took_s:.0f} s, "
+             f"{number(s.input_tokens / took_s)} input tokens/s all in all; "
+             f"peak memory of rank 0 {memory_gib(s.engine.device):.2f} GiB")
     return EXIT_DONE
 
 
@@ -111,26 +114,35 @@ def _print_start(s: Session, layout: Layout, train_rows) -> None:
     trained = sum(one for one, _ in counts.values())
     total = sum(one + other for one, other in counts.values())
     kinds = ", ".join(f"{kind} {number(one)} of {number(one + other)}" for kind, (one, other) in counts.items() if one)
-    window = (f"{cut.global_rows} rows" if cut.global_rows else f"up to {cut.global_tokens:,} tokens")
-    steps = f" x {cut.accumulation_steps} accumulation steps" if cut.accumulation_steps else ""
-    data = "a stream" if train_rows is None else (
-        f"{len(train_rows):,} rows, {int(train_rows.input_tokens.sum()):,} tokens, {int(train_rows.label_tokens.sum()):,} "
-        f"of them labels; {s.config.train.epochs} epochs")
+    window = (count(cut.global_rows, "row") if cut.global_rows else f"up to {cut.global_tokens:,} tokens")
+    steps = f" x {count(cut.accumulation_steps, 'accumulation step')}" if cut.accumulation_steps else ""
+    data, epochs = "a stream", ""
+    if train_rows is not None:
+        data = (f"{count(len(train_rows), 'row')}, {int(train_rows.input_tokens.sum()):,} input tokens, "
+                f"{int(train_rows.label_tokens.sum()):,} of them labels")
+        an_epoch = s.source.num_windows(1)
+        epochs = f": {count(s.num_steps / an_epoch, 'epoch')} of {count(an_epoch, 'step')}"
+    name = type(model.get_base_model() if hasattr(model, "get_base_model") else model).__name__
     lines = [
-        ("model", f"{s.config.model.name} ({type(model).__name__}), {number(total)} parameters"),
+        ("model", f"{s.config.model.name} ({name.removeprefix('FSDP')}), {number(total)} parameters"),
         ("trained", f"{number(trained)} ({trained / total:.2%}): {kinds}"),
         ("world", f"{layout.gpus} x {layout.device}, {layout.gpus_per_node} a node, strategy {layout.strategy}, "
                   f"{s.config.precision.name}"),
-        ("window", f"{window} of up to {s.config.data.seq_tokens:,} tokens = {layout.gpus} ranks x {cut.micro_rows} "
-                   f"rows{steps}"),
+        ("window", f"{window} of up to {s.config.data.seq_tokens:,} tokens = {count(layout.gpus, 'rank')} x "
+                   f"{count(cut.micro_rows, 'row')}{steps}"),
         ("data", data),
         ("loss", f"{s.head.kind}, attention {model.config._attn_implementation}"),
-        ("steps", f"{s.num_steps:,}" + (f", from step {s.position.step + 1}" if s.position.step else "")),
+        ("steps", f"{s.num_steps:,}{epochs}" + (f", from step {s.position.step + 1}" if s.position.step else "")),
         ("learning rate", f"{s.config.schedule.name}, peak {s.peak_rate:g}"),
         ("run", str(s.folder)),
     ]
     table("Tonnage", lines)
+    # a split has one list for both parts
+    for why in dict.fromkeys(why for one in (train_rows, s.eval_rows) if one is not None for why in one.bad_records):
+        log_skipped(why)
     if train_rows is not None:
         print(describe(train_rows, s.tokenizer), flush=True)
+    if layout.device == "cpu" and s.config.precision.name == "bf16":
+        LOG.info("bf16 is slow on CPUs, where it has no fast backward: precision=fp32 is faster")
     if s.config.adapter.dropout:
         LOG.info("adapter.dropout is on: masks depend on the cut, so exactness across cuts is not claimed")

@@ -2,6 +2,7 @@
 
 import importlib.util
 import math
+import os
 import signal
 import time
 from contextlib import contextmanager
@@ -37,16 +38,25 @@ from tonnage.train.source import PreparedSource, Source, StreamSource
 
 
 class StopRequest:
-    """SIGINT or SIGTERM once: stop at the next window with a checkpoint. SIGINT twice: stop now."""
+    """SIGINT or SIGTERM once: stop at the next window with a checkpoint. SIGINT twice: stop now.
 
-    def __init__(self):
-        self.requested = False
+    Args:
+        say: tell the user so, on rank 0.
+    """
+
+    def __init__(self, say: bool):
+        self.requested, self.say = False, say
         signal.signal(signal.SIGTERM, self._handle)
         signal.signal(signal.SIGINT, self._handle)
 
     def _handle(self, number, _):
         if self.requested and number == signal.SIGINT:
             raise KeyboardInterrupt
+        if self.say and not self.requested:
+            # not print: the handler may have interrupted one, which must not be entered again. On a terminal the line
+            # goes over the progress bar, which is drawn again below it
+            over = "\r\x1b[2K" if os.isatty(2) else ""
+            os.write(2, f"{over}stopping after this step with a checkpoint; Ctrl-C again stops now, without one\n".encode())
         self.requested = True
 
 
@@ -77,6 +87,7 @@ class Session:
     stop: StopRequest
     position: checkpoint.Position = field(default_factory=checkpoint.Position)
     last_saved: int | None = None
+    input_tokens: int = 0  # of this attempt
     _status_at: float = 0.0
 
     @property
@@ -276,7 +287,7 @@ def open_session(config: Config, run_folder: Path, model_folder: str, layout: La
         tokenizer=tokenizer, flat=flat, eval_rows=eval_rows, num_steps=num_steps,
         peak_rate=peak_learning_rate(config.optimizer, config.adapter.name, cut.global_rows), attempt=attempt,
         metrics=Metrics(run_folder, config.tracker, attempt, runs.read_config(run_folder)) if main else None,
-        progress=StepProgress(num_steps, position.step, show=main), stop=StopRequest(), position=position,
+        progress=StepProgress(num_steps, position.step, show=main), stop=StopRequest(say=main), position=position,
         last_saved=last_saved)
 
 

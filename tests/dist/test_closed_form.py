@@ -1,0 +1,61 @@
+"""The planner's closed form against every allocation of a real step, and against the trace for shapes that are not tiny."""
+
+import json
+
+import memory
+import pytest
+
+from tonnage.config.compose import compose_config
+from tonnage.config.rules import resolve_layout
+from tonnage.facts.models import MODELS
+from tonnage.plan.job import job_of
+from tonnage.plan.memory import memory as closed_form
+from tonnage.plan.planner import architecture_of
+from tonnage.trace.step import trace
+
+WITHIN = 0.05
+QUICK = [("fsdp", "full", 2), ("zero1", "full", 2), ("zero2", "lora", 2), ("zero3", "full", 2)]
+ALL = [(strategy, adapter, ranks) for strategy in ("ddp", "fsdp", "zero1", "zero2", "zero3") for adapter in ("full", "lora")
+       for ranks in (1, 2)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return memory.make_folder(tmp_path_factory.mktemp("proportioned"))
+
+
+def predicted(config, layout):
+    return {phase: sum(terms.values())
+            for phase, terms in closed_form(job_of(config, layout, architecture_of(config))).phases.items()}
+
+
+def held(strategy, adapter, ranks, folder, pools):
+    """Predicted peak relative to the real one."""
+    real = pools(ranks).run(memory.measure, strategy, adapter, folder)[0]
+    config = memory.config_for(strategy, adapter, folder, ranks)
+    mine = predicted(config, resolve_layout(config, ranks, "cpu", ranks, under_deepspeed=False))
+    return max(mine[phase] for phase in real) / max(peak["total"] for peak in real.values())
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, marks=() if case in QUICK else pytest.mark.slow) for case in ALL])
+def test_the_peak_of_a_real_step_is_predicted(pools, folder, case):
+    assert held(*case, folder, pools) == pytest.approx(1, abs=WITHIN)
+
+
+SHAPES = [("llama8b", {}, ["adapter=full"]), ("qwen7b", {}, ["adapter=lora"]),
+          ("mixtral8x7b", {}, ["adapter=lora", "batch.micro_rows=4", "model.activation_checkpointing=none"]),
+          ("qwen235b", {}, ["adapter=full"]),
+          ("deepseek671b", {"first_k_dense_replace": 1}, ["adapter=lora"])]
+
+
+@pytest.mark.parametrize(("name", "changed", "overrides"), SHAPES)
+def test_published_shapes_are_predicted_as_they_are_traced(tmp_path, name, changed, overrides):
+    """Three layers of the real widths, on 8 ranks; the head and the experts are whole."""
+    (tmp_path / "config.json").write_text(json.dumps(MODELS[name].hf_config | {"num_hidden_layers": 3} | changed))
+    config = compose_config(["model=custom", f"model.path={tmp_path}", "strategy=fsdp", "gpus=8", "batch.global_rows=64",
+                             "batch.micro_rows=2", *overrides])
+    layout = resolve_layout(config, 8, "cuda", 8, under_deepspeed=False)
+    mine, traced = predicted(config, layout), trace(config, layout).phases
+    assert max(mine[phase] for phase in traced) == pytest.approx(max(peak.total for peak in traced.values()), rel=WITHIN)
+    for phase, peak in traced.items():
+        assert mine[phase] == pytest.approx(peak.total, rel=0.1), phase
