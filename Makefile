@@ -3,8 +3,8 @@ PYTHON ?= python3
 PY := .venv/bin/python
 export TOKENIZERS_PARALLELISM := true
 
-.PHONY: setup demo test test-slow test-all checks docs equivalence kill-test readme validate bench-trl bench-overhead \
-	bench-plan docs-memory
+.PHONY: setup demo test test-slow test-all test-cluster checks docs equivalence kill-test readme validate bench-trl \
+	bench-overhead bench-plan docs-memory
 
 setup: .venv/ready
 
@@ -24,10 +24,14 @@ demo: setup
 	$(PY) launch/demo.py
 
 test: setup
-	$(PY) -m pytest tests -m "not slow"
+	$(PY) -m pytest tests -m "not slow" -rs
 
 test-slow: setup
 	$(PY) -m pytest tests -m slow
+
+# a real SLURM of two nodes on this machine, as root; fails where it cannot be had
+test-cluster: setup
+	TONNAGE_TEST_CLUSTER=1 $(PY) -m pytest tests/cluster -s
 
 checks: setup
 	.venv/bin/ruff check .

@@ -8,7 +8,7 @@ import os
 import signal
 import socket
 import sys
-from dataclasses import asdict, astuple, dataclass, replace
+from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
 
 import _installed  # noqa: F401 - first
@@ -23,7 +23,6 @@ from tonnage.config.compose import (
     parse_command_line,
     recipes,
     schema_fields,
-    to_schema,
 )
 from tonnage.config.schema import Config
 from tonnage.errors import (
@@ -81,27 +80,13 @@ def main(argv: list[str]) -> int:
         raise ConfigError("--cfg: not with -m; print the config of one run")
     if command.multirun:
         return sweep(command)
-    config = compose(command)
+    config = runs.config_of(command)
     if command.print_config:
         import yaml
 
         print(yaml.safe_dump(runs.redacted(asdict(config)), sort_keys=False), end="")
         return EXIT_DONE
     return launch(command, config)
-
-
-def compose(command: CommandLine) -> Config:
-    """The config of a command line; for a run that goes on, its own with the overrides on top."""
-    if command.run_folder is None:
-        return compose_config(command.overrides)
-    base = runs.read_config(command.run_folder)
-    config = compose_config(command.overrides, base)
-    if config.run.fork:
-        rules.check_fork(asdict(to_schema(base)), asdict(config))
-        named = any(word.startswith("run.name=") for word in command.overrides)
-        return config if named else replace(config, run=replace(config.run, name=None))
-    rules.check_resume(asdict(to_schema(base)), asdict(config))
-    return config
 
 
 def sweep(command: CommandLine) -> int:
@@ -269,7 +254,7 @@ def begin(command: CommandLine, config: Config, machine: Machine) -> tuple[Start
         show_plan(config, plan)  # before weights are fetched
     model_folder = resolve_folder(config.model)
     identity = folder_identity(model_folder, config.model.allow_pickle)
-    if resumed and identity != before["model_identity"]:
+    if resumed and identity != before.get("model_identity", identity):  # a run that was only submitted has none yet
         raise ConfigError(f"model.path={config.model.path}: the weights there are not those this run was started with; "
                           f"give the same ones by model.path= or model.revision=, or start a new run with run.fork=true")
     if plan is None:
@@ -351,7 +336,7 @@ def _local_gpus(place, device, gpus):
     """Ranks a launcher has started on this node, else the GPUs visible here."""
     import torch
 
-    if place.launcher in ("torchrun", "deepspeed") and place.world_size > 1:
+    if place.launcher in ("torchrun", "deepspeed", "srun") and place.world_size > 1:
         return min(place.local_size, gpus)
     return gpus if device == "cpu" else max(1, torch.cuda.device_count())
 

@@ -71,7 +71,7 @@ def test_every_preset_is_small_and_says_only_what_differs(group, choice):
 
 def test_every_choice_that_the_schema_names_has_a_preset():
     assert set(groups()["strategy"]) == set(("auto", *CAPABILITIES))
-    for group in ("adapter", "gpu", "optimizer", "precision", "schedule", "tracker"):
+    for group in ("adapter", "cluster", "gpu", "optimizer", "precision", "schedule", "tracker"):
         assert set(describe_type(schema_fields()[f"{group}.name"].type).split(" or ")) == set(groups()[group])
 
 

@@ -11,7 +11,8 @@ from tonnage.runtime import ranks
 from tonnage.runtime.ranks import current_place, resolve_device, resolve_gpus, settle, started_by_deepspeed
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "TORCHELASTIC_RUN_ID",
-             ranks.LAUNCHER_VARIABLE, ranks.RUN_VARIABLE)
+             ranks.LAUNCHER_VARIABLE, ranks.RUN_VARIABLE, "SLURM_NTASKS", "SLURM_JOB_NUM_NODES", "SLURM_STEP_NUM_TASKS",
+             "SLURM_STEP_NUM_NODES")
 
 
 @pytest.fixture(autouse=True)
@@ -59,6 +60,32 @@ def test_ranks_that_a_process_under_deepspeed_starts_are_deepspeeds_too(started,
     started("tonnage", 0, 2)
     monkeypatch.setenv(ranks.LAUNCHER_VARIABLE, "deepspeed")
     assert started_by_deepspeed() and current_place().launcher == "tonnage"
+
+
+@pytest.mark.parametrize("sizes, node, local_size", [("8(x2)", 1, 8), ("3,2", 1, 2), ("4(x2),2", 2, 2), ("4(x2),2", 1, 4)])
+def test_tasks_of_srun_are_ranks(monkeypatch, sizes, node, local_size):
+    step = {"STEP_NUM_TASKS": 16, "PROCID": 9, "LOCALID": 1, "NODEID": node, "STEP_TASKS_PER_NODE": sizes}
+    for name, value in step.items():
+        monkeypatch.setenv(f"SLURM_{name}", str(value))
+    assert current_place() == ranks.Place("srun", 9, 16, 1, local_size)
+    assert settle(current_place(), 16, "cpu") == "run"
+    with pytest.raises(ConfigError, match="gpus=32: srun started 16 ranks; start it with --ntasks 32, or set gpus=16"):
+        settle(current_place(), 32, "cpu")
+    monkeypatch.setenv("RANK", "3")  # a launcher in the task
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert current_place().launcher == "deepspeed"
+
+
+@pytest.mark.parametrize("env", [{"SLURM_NTASKS": 16}, {"SLURM_NTASKS": 1, "SLURM_JOB_NUM_NODES": 2}])
+def test_one_process_in_a_job_of_several_tasks_is_refused(monkeypatch, env):
+    for name, value in env.items():
+        monkeypatch.setenv(name, str(value))
+    for gpus in (1, 16):
+        with pytest.raises(ConfigError, match="this one process was started; start it as srun python"):
+            settle(current_place(), gpus, "cpu")
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "1")  # a step of one task on one node of the job
+    monkeypatch.setenv("SLURM_STEP_NUM_NODES", "1")
+    assert settle(current_place(), 1, "cpu") == "run"
 
 
 # ---- how many

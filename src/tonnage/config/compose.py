@@ -192,6 +192,8 @@ def describe_type(annotation: Any) -> str:
     """An annotation in words, for errors and docs: `a whole number of at least 1, or auto`."""
     origin, args = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is typing.Annotated:
+        if getattr(args[1], "description", None):
+            return args[1].description
         bounds = [f"{word} {value:g}" for limit in args[1].metadata for name, word in
                   (("ge", "of at least"), ("gt", "above"), ("le", "of at most"), ("lt", "below"))
                   if (value := getattr(limit, name, None)) is not None]

@@ -29,6 +29,9 @@ Decay = Annotated[float, Field(ge=0.0, lt=1.0), NUMBER]
 Positive = Annotated[float, Field(gt=0.0, allow_inf_nan=False), NUMBER]
 Weight = Annotated[float, Field(gt=0.0, le=1000.0), NUMBER]
 NonNegative = Annotated[float, Field(ge=0.0, allow_inf_nan=False), NUMBER]
+# YAML reads 12:00:00 without quotes as a number of seconds, SLURM takes numbers for minutes: only this form is taken
+Duration = Annotated[str, Field(pattern=r"^(\d+-)?\d+:\d\d:\d\d$", description="a time like '12:00:00' or '2-00:00:00'")]
+Line = Annotated[str, Field(pattern=r"^[^\n\r]*$", description="a one-line text")]
 
 section = dataclass(frozen=True, config=ConfigDict(extra="forbid"), kw_only=True)
 
@@ -211,7 +214,8 @@ class Plan:
 
 @section
 class Cluster:
-    gpus_per_node: Count | Auto = key("auto", "GPUs of one node; auto is what this machine shows")
+    name: Literal["local", "slurm", "kubernetes"] = key("local", "where launch/submit.py sends the run")
+    gpus_per_node: Count | Auto = key("auto", "GPUs of one node; auto is what this machine shows (plan, submit: 8)")
     network_gb_s: Positive | Auto = key("auto", "one way between nodes, GB/s for each GPU; auto is 50: one 400 Gb/s "
                                                 "InfiniBand port a GPU, as in an NVIDIA DGX H100")
     timeout_s: Positive = key(1800.0, "a collective that takes longer ends the run")
@@ -220,6 +224,36 @@ class Cluster:
     max_restarts: Annotated[int, Field(ge=0), NUMBER] = key(
         0, "times a run is started again from its newest checkpoint when a rank is lost (a signal, the kernel for want "
            "of memory, a connection, a GPU fault, a hang); two starts in a row without a new checkpoint end it")
+    launcher: Literal["torchrun", "deepspeed", "srun"] = key(
+        "torchrun", "what starts the ranks of a node: torchrun or deepspeed, once a node, or srun, once a rank")
+    partition: Line | None = key(None, "partition, or several with commas")
+    account: Line | None = key(None, "account that is charged")
+    qos: Line | None = key(None, "quality of service")
+    constraint: Line | None = key(None, "features that nodes must have, as in a100&nvlink")
+    exclude: Line | None = key(None, "nodes to stay away from")
+    time: Duration | None = key(None, "time limit; behind it the job is requeued and goes on")
+    begin: Line | None = key(None, "not before, for off-peak hours: 20:00, now+2hours, 2027-01-31T18:00")
+    exclusive: bool = key(False, "no other jobs on its nodes")
+    gpu_request: Literal["gpus-per-node", "gres"] = key("gpus-per-node", "how GPUs are asked for")
+    gpu_type: Line | None = key(None, "the type SLURM knows these GPUs by, where it has several")
+    cpus_per_gpu: Count | None = key(None, "cores for each rank")
+    memory_gib: Positive | Auto | None = key("auto", "host memory of one node, GiB; auto is 1.5 times what the plan says, "
+                                                     "null the partition's default")
+    setup: list[Line] = key([], "lines of shell before the ranks start: modules, a virtual environment")
+    environment: dict[str, Any] = key({}, "variables to export to the ranks; secrets stay in your own environment")
+    interface: Line | None = key(None, "network interface where ranks meet, e.g. ib0, for gloo and NCCL; null: they choose")
+    container: Line | None = key(None, "command that runs another in a container, e.g. apptainer exec --nv image.sif")
+    srun_args: list[Line] = key([], "more arguments of srun, each in quotes: [\"--mpi=none\"]")
+    sbatch_lines: list[Line] = key([], "more #SBATCH lines, each in quotes: [\"--mail-type=FAIL\"]")
+    lead_s: Count | Auto = key("auto", "seconds before the time limit at which the run is asked to stop; auto: from the "
+                                       "planned micro-step and save, 300 without a plan")
+    requeue: bool = key(True, "put the job back into the queue when a limit, preemption or a lost node has ended it")
+    starts_without_checkpoint: Count = key(3, "so many starts of a job with no new checkpoint are the last: it is broken")
+    array_limit: Count | None = key(None, "sweeps: jobs of the array that run at the same time")
+    image: Line | None = key(None, "kubernetes: container image that has this repository as its working directory")
+    namespace: Line = key("default", "kubernetes: namespace")
+    volume_claim: Line | None = key(None, "kubernetes: claim of a volume that all pods share, mounted at volume_path")
+    volume_path: Line = key("/data", "kubernetes: where it is mounted; run folders and caches are kept there")
 
 
 @section

@@ -1,11 +1,13 @@
 """Which rank this process is, whoever started it; runtime/supervisor.py starts ranks where nobody did.
 
 torchrun, deepspeed and our own launcher all speak through RANK, WORLD_SIZE, LOCAL_RANK and MASTER_*
-(https://docs.pytorch.org/docs/2.13/elastic/run.html#environment-variables).
+(https://docs.pytorch.org/docs/2.13/elastic/run.html#environment-variables), srun through SLURM_*
+(https://slurm.schedmd.com/srun.html#SECTION_OUTPUT-ENVIRONMENT-VARIABLES).
 """
 
 import ctypes
 import os
+import re
 import signal
 from dataclasses import dataclass
 from datetime import timedelta
@@ -14,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from tonnage.errors import ConfigError
+from tonnage.runtime import slurm
 from tonnage.runtime.driver import driver_present
 
 LAUNCHER_VARIABLE = "TONNAGE_LAUNCHER"
@@ -23,7 +26,7 @@ PREPARATION_LIMIT = timedelta(days=7)
 
 @dataclass(frozen=True)
 class Place:
-    """Where this process stands. `launcher` is none, torchrun, deepspeed or tonnage (our own)."""
+    """Where this process stands. `launcher` is none, torchrun, deepspeed, srun or tonnage (our own)."""
 
     launcher: str
     rank: int
@@ -36,7 +39,7 @@ def current_place() -> Place:
     """Read the environment."""
     env = os.environ
     if "RANK" not in env or "WORLD_SIZE" not in env:
-        return Place("none", 0, 1, 0, 1)
+        return _place_in_step() or Place("none", 0, 1, 0, 1)
     if LAUNCHER_VARIABLE in env:
         launcher = "tonnage"
     elif "TORCHELASTIC_RUN_ID" in env:
@@ -46,6 +49,18 @@ def current_place() -> Place:
     world_size = int(env["WORLD_SIZE"])
     local_size = int(env.get("LOCAL_WORLD_SIZE", env.get("LOCAL_SIZE", world_size)))
     return Place(launcher, int(env["RANK"]), world_size, int(env.get("LOCAL_RANK", 0)), local_size)
+
+
+def _place_in_step() -> Place | None:
+    """The place that srun gave, if it started several tasks. SLURM_NTASKS is set in a batch script too, these are not."""
+    env = os.environ
+    tasks = int(env.get("SLURM_STEP_NUM_TASKS", 1))
+    if tasks == 1:
+        return None
+    sizes = []  # 4(x2),3
+    for size, _, times in re.findall(r"(\d+)(\(x(\d+)\))?", env["SLURM_STEP_TASKS_PER_NODE"]):
+        sizes += [int(size)] * int(times or 1)
+    return Place("srun", int(env["SLURM_PROCID"]), tasks, int(env["SLURM_LOCALID"]), sizes[int(env["SLURM_NODEID"])])
 
 
 def started_by_deepspeed() -> bool:
@@ -87,22 +102,34 @@ def settle(place: Place, gpus: int, device: str) -> str:
     Raises:
         ConfigError: fewer ranks were started, or fewer GPUs are visible, than asked for.
     """
-    if place.world_size == gpus:
+    if place.world_size == gpus and place.launcher != "none":
         return "run"
     if place.world_size > gpus and place.launcher != "none":
         if place.local_size != place.world_size:
             raise ConfigError(f"gpus={gpus}: {place.launcher} started {place.world_size} ranks on several nodes; "
                               f"set gpus={place.world_size} or start fewer")
         return "run" if place.rank < gpus else "aside"
+    if place.launcher == "none":
+        _require_a_job_of_one_task(gpus)
     if place.launcher == "none" or (place.world_size == 1 and device == "cpu"):
         visible = torch.cuda.device_count() if device == "cuda" else gpus
         if visible < gpus:
             raise ConfigError(f"gpus={gpus}: {visible} GPUs are visible here; set gpus={visible}, or start more nodes "
-                              f"with torchrun")
-        return "start"
-    flag = "--nproc-per-node" if place.launcher == "torchrun" else "--num_gpus"
+                              f"with torchrun or launch/submit.py")
+        return "start" if gpus > 1 else "run"
+    flag = {"torchrun": "--nproc-per-node", "srun": "--ntasks"}.get(place.launcher, "--num_gpus")
     raise ConfigError(f"gpus={gpus}: {place.launcher} started {place.world_size} ranks; start it with {flag} {gpus}, "
                       f"or set gpus={place.world_size}")
+
+
+def _require_a_job_of_one_task(gpus):
+    """One process in a job of several tasks would be all that trains, or be on no node of the job at all."""
+    env = os.environ
+    tasks = int(env.get("SLURM_STEP_NUM_TASKS", env.get("SLURM_NTASKS", 1)))
+    nodes = int(env.get("SLURM_STEP_NUM_NODES", env.get("SLURM_JOB_NUM_NODES", 1)))
+    if tasks > 1 or nodes > 1:
+        raise ConfigError(f"gpus={gpus}: job {env.get('SLURM_JOB_ID')} has {tasks} tasks on {nodes} nodes, and this one "
+                          f"process was started; start it as srun python launch/train.py ..., or by launch/submit.py")
 
 
 def join(place: Place, gpus: int, device: str, timeout_s: float, cpu_threads: int | str) -> None:
@@ -118,6 +145,8 @@ def join(place: Place, gpus: int, device: str, timeout_s: float, cpu_threads: in
         backend = "cpu:gloo,cuda:nccl"
     # DeepSpeed reads these itself, and takes LOCAL_RANK for the index of the device
     os.environ |= {"RANK": str(place.rank), "WORLD_SIZE": str(gpus), "LOCAL_RANK": str(index)}
+    if place.launcher == "srun":
+        os.environ |= slurm.rendezvous(place.rank)
     if place.launcher == "none":
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1,
                                 timeout=timedelta(seconds=timeout_s))

@@ -2,9 +2,10 @@
 
     config.yaml      written once, never changed after the first step
     run-id           what its checkpoints carry
-    attempts/NNN.yaml  one per start: what was changed, where it ran, how the batch was cut
-    status.json      running, stopped, failed or done; the step; what to do next
+    attempts/NNN.yaml  one per start: what was changed, where it ran, how the batch was cut; 000 is what was submitted
+    status.json      queued, running, stopped, failed or done; the step; what to do next
     stop             made by whoever wants the run to stop; what is in it is the reason
+    jobs             on a cluster, a line for each job and each of its starts
     metrics.jsonl    one line a step
     checkpoints/     step-00000100/ and so on
     logs/            one file a rank
@@ -15,12 +16,16 @@ import json
 import os
 import re
 import secrets
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO
 
 import yaml
 
+from tonnage.config import rules
+from tonnage.config.compose import CommandLine, compose_config, to_schema
+from tonnage.config.schema import Config
 from tonnage.errors import ConfigError
 
 REDACTED = "<not written>"
@@ -78,7 +83,8 @@ def untrained(folder: Path) -> bool:
     """Whether a run was started there and ended, however it ended, before its first step: nothing can be lost."""
     if not (folder / "config.yaml").is_file() or not (folder / "status.json").is_file():
         return False
-    if read_status(folder).get("step") or any((folder / "checkpoints").glob("*")):
+    status = read_status(folder)
+    if status.get("state") == "queued" or status.get("step") or any((folder / "checkpoints").glob("*")):
         return False
     # status.json is written once a second at most, metrics.jsonl at each step
     metrics = folder / "metrics.jsonl"
@@ -122,9 +128,23 @@ def read_config(folder: Path) -> dict:
     return _read(folder, file, yaml.safe_load)
 
 
-def add_attempt(folder: Path, facts: dict) -> int:
-    """Write attempts/NNN.yaml with the next number, which is returned."""
-    number = 1 + _last_attempt(folder)
+def config_of(command: CommandLine) -> Config:
+    """The config of a command line; for a run that goes on, its own with the overrides on top."""
+    if command.run_folder is None:
+        return compose_config(command.overrides)
+    base = read_config(command.run_folder)
+    config = compose_config(command.overrides, base)
+    if config.run.fork:
+        rules.check_fork(asdict(to_schema(base)), asdict(config))
+        named = any(word.startswith("run.name=") for word in command.overrides)
+        return config if named else replace(config, run=replace(config.run, name=None))
+    rules.check_resume(asdict(to_schema(base)), asdict(config))
+    return config
+
+
+def add_attempt(folder: Path, facts: dict, number: int | None = None) -> int:
+    """Write attempts/NNN.yaml with the next number, or `number`; returns it."""
+    number = 1 + max(_last_attempt(folder), 0) if number is None else number
     _write_new(folder / "attempts" / f"{number:03d}.yaml", yaml.safe_dump(redacted(facts), sort_keys=False))
     return number
 
@@ -135,18 +155,18 @@ def read_attempt(folder: Path, number: int | None = None) -> dict:
     Raises:
         ConfigError: the run was never started.
     """
-    number = number or _last_attempt(folder)
-    if number == 0:
+    number = _last_attempt(folder) if number is None else number
+    if number < 0:
         raise ConfigError(f"run={folder}: was never started; go on with it by launch/train.py run={folder}")
     return _read(folder, folder / "attempts" / f"{number:03d}.yaml", yaml.safe_load) | {"number": number}
 
 
 def _last_attempt(folder):
-    return max((int(file.stem) for file in (folder / "attempts").glob("*.yaml")), default=0)
+    return max((int(file.stem) for file in (folder / "attempts").glob("*.yaml")), default=-1)
 
 
 def write_status(folder: Path, state: str, message: str, **facts) -> None:
-    """Replace status.json, atomically. `state`: running, stopped, failed or done."""
+    """Replace status.json, atomically. `state`: queued, running, stopped, failed or done."""
     status = {"state": state, "message": message, "time": f"{now():%Y-%m-%dT%H:%M:%SZ}", "pid": os.getpid(), **facts}
     temporary = folder / f".status.{os.getpid()}"
     temporary.write_text(json.dumps(status, indent=1) + "\n")
