@@ -110,7 +110,8 @@ def test_every_key_reaches_the_script(override, expected):
 
 
 def test_no_key_of_the_cluster_is_forgotten(submit, tmp_path):
-    elsewhere = {"name", "gpus_per_node", "network_gb_s", "timeout_s", "launcher", "memory_gib", "lead_s", "array_limit"}
+    elsewhere = {"name", "gpus_per_node", "network_gb_s", "timeout_s", "hang_s", "max_restarts", "launcher", "memory_gib",
+                 "lead_s", "array_limit"}
     tested = Path(__file__).read_text()
     keys = {name.removeprefix("cluster.") for name in schema_fields() if name.startswith("cluster.")}
     for_kubernetes = {"image", "namespace", "volume_claim", "volume_path"}
