@@ -60,9 +60,9 @@ def train_until(folder, strategy, adapter, run_folder, stop_at):
 
 
 @pytest.mark.parametrize("strategy, adapter", [
-    ("fsdp", "lora"), ("zero2", "full"), ("zero3", "lora"),
+    ("fsdp", "lora"), ("zero2", "full"),
     *(pytest.param(*cell, marks=pytest.mark.slow) for cell in [
-        ("fsdp", "full"), ("zero2", "lora"), ("zero3", "full"), ("ddp", "lora"), ("zero0", "full"), ("zero1", "full")])])
+        ("zero3", "lora"), ("fsdp", "full"), ("zero2", "lora"), ("zero3", "full"), ("ddp", "lora"), ("zero0", "full"), ("zero1", "full")])])
 def test_a_window_that_was_cut_short_is_done_again(pools, tiny_folder, tmp_path, strategy, adapter):
     for name in ("whole", "stopped"):
         (tmp_path / name / "checkpoints").mkdir(parents=True)
@@ -136,10 +136,10 @@ def place(tmp_path_factory):
 
 
 def words(place, name, *more, strategy="fsdp"):
-    """A run of 16 steps of 4 micro-batches on 2 ranks."""
+    """A run of 48 steps of 4 micro-batches on 2 ranks."""
     return ["model=custom", f"model.path={place}/model", "data=files", f"data.path={place}/chats.jsonl", "gpus=2", "device=cpu",
             f"strategy={strategy}", "adapter=full", "precision=fp32", "batch.global_rows=8", "batch.micro_rows=1",
-            "data.seq_tokens=64", "train.epochs=4", "tracker=none", "optimizer.learning_rate=1e-3", "checkpoint.every_steps=2",
+            "data.seq_tokens=64", "train.epochs=12", "tracker=none", "optimizer.learning_rate=1e-3", "checkpoint.every_steps=2",
             f"data.cache={place}/cache", f"run.root={place}", f"run.name={name}", *more]
 
 
@@ -147,8 +147,14 @@ def begin(*arguments):
     return subprocess.Popen(list(arguments), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
 
 
-def at_step(run, process, step):
-    wait_for(lambda: read_status(run).get("step", 0) >= step or process.poll() is not None, 120)
+def at_step(run, process, step, attempt=1):
+    """Wait for that step of that attempt; metrics.jsonl has each, status.json one a second."""
+    def reached():
+        text = (run / "metrics.jsonl").read_text() if (run / "metrics.jsonl").exists() else ""
+        lines = text[:text.rfind("\n") + 1].splitlines()[-3:]  # the last may be half written
+        taken = [line for line in map(json.loads, lines) if line["attempt"] == attempt]
+        return process.poll() is not None or (bool(taken) and taken[-1]["step"] >= step)
+    wait_for(reached, 120)
 
 
 def same(found, expected):
@@ -179,8 +185,7 @@ def test_a_killed_rank_is_replaced_and_a_stop_file_ends_the_run_until_it_goes_on
     wait_for(lambda: (run / "attempts" / "002.yaml").exists() or process.poll() is not None, 60)
     restart = yaml.safe_load((run / "attempts" / "002.yaml").read_text())["restart"]
     assert restart["number"] == 1 and restart["reason"].endswith("was ended by SIGKILL")
-    wait_for(lambda: read_status(run).get("attempt") == 2 or process.poll() is not None, 60)
-    at_step(run, process, restart["from_step"] + 1)
+    at_step(run, process, restart["from_step"] + 1, attempt=2)
     (run / "stop").write_text("preempted\n")
     _, errors = process.communicate(timeout=120)
     status = read_status(run)
