@@ -124,7 +124,6 @@ def done_after(run, starts, steps=STEPS):
     status = read_status(run)
     assert (status["state"], status["step"], sorted(losses(run))) == ("done", steps, list(range(1, steps + 1)))
     assert len(list((run / "attempts").glob("*.yaml"))) == starts + 1  # 000 is what was submitted
-    assert (run / "jobs").read_text().count(" started on node[1-2] at ") == starts
     assert all((run / "logs" / f"{host}.log").is_file() for host in ("node1", "node2"))
     assert not (run / "stop").exists()
     return True
@@ -198,6 +197,16 @@ def test_srun_by_hand_and_one_process_alone_is_refused(cluster, whole):
     assert not (cluster.place / "outputs" / "alone").exists()
 
 
+def test_a_second_job_for_a_run_that_is_running_ends_without_harm(cluster, limited):
+    run, job = limited
+    cluster.until_step(run, 1)
+    if cluster.job(job, "JobState") == "RUNNING":
+        second = cluster.output("sbatch", "--parsable", run / "submit.sbatch")
+        cluster.wait("the second job", lambda: cluster.job(second, "JobState") in ("FAILED", "COMPLETED"))
+        assert cluster.job(second, "ExitCode") == "1:0"
+        assert "another process is running it" in (run / "logs" / "node1.log").read_text()
+
+
 def test_a_sweep_is_an_array_with_a_run_for_each_point(cluster, whole):
     printed = cluster.launch("-m", *cluster.keys("cluster=slurm", "gpus=1", "train.max_steps=1", "cluster.array_limit=1",
                                                  "optimizer.learning_rate=1e-4,2e-4"))
@@ -252,7 +261,8 @@ def test_a_node_dies_and_the_job_goes_on_from_the_newest_checkpoint(cluster, who
 def test_the_time_limit_becomes_a_checkpoint_and_a_requeue(cluster, limited, whole):
     run, job = limited
     cluster.ended(run, job, limit_s=240)
-    assert f"{job} requeued: time limit" in (run / "jobs").read_text()
+    jobs = (run / "jobs").read_text()
+    assert f"{job} requeued: time limit" in jobs and jobs.count(f" {job} started on node[1-2] at ") == 2
     assert done_after(run, 2) and equal(run, whole[0])
 
 

@@ -164,14 +164,14 @@ def ending(tmp_path):
     def run(status, before="", job="JobState=RUNNING PreemptTime=None", requeue="true"):
         (tmp_path / "jobs").write_text("")
         if status is not None:
-            state = {"message": "it says \"state\": \"done\"", **status}
+            state = {"message": "it says \"state\": \"done\"", "job": "7", **status}
             runs.write_status(tmp_path, state.pop("state"), state.pop("message"), **state)
             os.utime(tmp_path / "jobs", (1, 1))
         (tmp_path / "scontrol").write_text(
             f'#!/bin/bash\n[ $1 = requeue ] && {{ echo $2 > {tmp_path}/requeued; exit 1; }}\necho "JobId=1 {job} X=1"\n')
         (tmp_path / "scontrol").chmod(0o755)
         (tmp_path / "requeued").unlink(missing_ok=True)
-        text = f"set -u\nlimit=\nJOB=7 REQUEUE={requeue} RUN={tmp_path}\n{before}\n{slurm.ENDING}"
+        text = f"set -u\nlimit=\nJOB=7 SLURM_JOB_ID=7 REQUEUE={requeue} RUN={tmp_path}\n{before}\n{slurm.ENDING}"
         done = subprocess.run(["bash", "-c", text], capture_output=True, text=True,
                               env={"PATH": f"{tmp_path}:{os.environ['PATH']}"})
         requeued = tmp_path / "requeued"
@@ -194,6 +194,7 @@ STOPPED = {"state": "stopped", "step": 5, "resumable": True, "exit_code": 75}
     ({"state": "failed", "step": 5, "exit_code": 1, "cause": "connection"}, {}, (1, "7")),
     ({"state": "failed", "step": 5, "cause": "hang"}, {"requeue": "false"}, (1, None)),
     ({"state": "running", "step": 5}, {}, (1, "7")),
+    ({"state": "running", "step": 5, "job": "6"}, {}, (1, None)),  # another job is at it
     ({"state": "running", "step": 5}, {"job": "JobState=CANCELLED PreemptTime=None"}, (1, None)),
     (None, {}, (1, None))])  # this start wrote none
 def test_the_end_of_a_job(ending, status, changes, expected):
@@ -201,9 +202,15 @@ def test_the_end_of_a_job(ending, status, changes, expected):
 
 
 def test_a_status_of_an_earlier_start_decides_nothing(ending, tmp_path):
-    runs.write_status(tmp_path, "stopped", "before")
+    runs.write_status(tmp_path, "stopped", "before", job="7")
     os.utime(tmp_path / "status.json", (1, 1))
     assert ending(None, before="limit=1") == (1, None)
+
+
+def test_a_status_names_its_job(monkeypatch, tmp_path):
+    monkeypatch.setenv("SLURM_JOB_ID", "41")
+    runs.write_status(tmp_path, "running", "x")
+    assert runs.read_status(tmp_path)["job"] == "41"
 
 
 def test_a_job_that_starts_again_and_again_without_a_checkpoint_is_given_up(tmp_path):
@@ -215,8 +222,7 @@ def test_a_job_that_starts_again_and_again_without_a_checkpoint_is_given_up(tmp_
     assert [start(), start(), start()] == [0, 0, 1]
     (tmp_path / "checkpoints" / "step-00000010").mkdir()
     (tmp_path / "checkpoints" / ".writing-1").mkdir()
-    (tmp_path / "stop").write_text("old")
-    assert [start(), (tmp_path / "stop").exists(), start(), start()] == [0, False, 0, 1]
+    assert [start(), start(), start()] == [0, 0, 1]
     assert slurm.last_job(tmp_path) == "7"
 
 

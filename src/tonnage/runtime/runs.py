@@ -167,7 +167,8 @@ def _last_attempt(folder):
 
 def write_status(folder: Path, state: str, message: str, **facts) -> None:
     """Replace status.json, atomically. `state`: queued, running, stopped, failed or done."""
-    status = {"state": state, "message": message, "time": f"{now():%Y-%m-%dT%H:%M:%SZ}", "pid": os.getpid(), **facts}
+    job = {"job": os.environ["SLURM_JOB_ID"]} if "SLURM_JOB_ID" in os.environ else {}
+    status = {"state": state, "message": message, "time": f"{now():%Y-%m-%dT%H:%M:%SZ}", "pid": os.getpid(), **job, **facts}
     temporary = folder / f".status.{os.getpid()}"
     temporary.write_text(json.dumps(status, indent=1) + "\n")
     temporary.replace(folder / "status.json")

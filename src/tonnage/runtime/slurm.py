@@ -33,7 +33,6 @@ if [ "$(grep -c " $JOB started on .* at ${newest:-step 0}$" "$RUN/jobs")" -gt $S
   echo "$JOB given up: $STARTS starts without a checkpoint after ${newest:-step 0}; see $RUN/logs" | tee -a "$RUN/jobs"
   exit 1
 fi
-rm -f "$RUN/stop"
 """
 
 RENDEZVOUS = """\
@@ -59,7 +58,7 @@ trap - TERM
 """
 
 ENDING = """\
-# ---- how it ended is in status.json, if this start has written it; exit codes of launchers say nothing
+# ---- how it ended is in status.json, if this start of this job has written it; exit codes of launchers say nothing
 status() { sed -n "s/^ \\"$1\\": \\"\\?\\([a-z0-9]*\\).*/\\1/p" "$RUN/status.json"; }
 job_has() { scontrol show job -o "$JOB" | grep -q "$1"; }
 again() {  # unless the job was cancelled meanwhile; SLURM ends this script in its sleep
@@ -67,7 +66,10 @@ again() {  # unless the job was cancelled meanwhile; SLURM ends this script in i
   echo "$(date -u +%FT%TZ) $JOB requeued: $1" | tee -a "$RUN/jobs"
   scontrol requeue "$JOB" && sleep 600
 }
-[ "$RUN/status.json" -nt "$RUN/jobs" ] || { echo "the ranks did not start; see $RUN/logs"; exit 1; }
+if [ "$(status job)" != "$SLURM_JOB_ID" ] || [ ! "$RUN/status.json" -nt "$RUN/jobs" ]; then
+  echo "the ranks did not start (or another job is at this run); see $RUN/logs"
+  exit 1
+fi
 case $(status state) in
   done) exit 0 ;;
   stopped) [ $limit ] && again "time limit"
