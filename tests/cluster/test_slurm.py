@@ -170,6 +170,18 @@ def test_a_wrong_partition_is_refused_in_slurms_words_and_leaves_nothing(cluster
     assert not (cluster.place / "outputs" / "refused").exists()
 
 
+def test_a_second_job_for_a_run_that_is_running_ends_without_harm(cluster, limited):
+    run, job = limited
+    cluster.until_step(run, 1)
+    second = cluster.output("sbatch", "--parsable", run / "submit.sbatch")
+    cluster.wait("the second job", lambda: cluster.job(second, "JobState") in ("FAILED", "COMPLETED"))
+    assert (cluster.job(second, "ExitCode"), cluster.job(job, "JobState")) == ("1:0", "RUNNING")
+    said = (run / "logs" / f"job-{second}.log").read_text()
+    cluster.say(f"{run.name}: job {second}, {said.strip().splitlines()[-1]}")
+    assert "another job is at this run" in said
+    assert "another process is running it" in (run / "logs" / "node1.log").read_text()
+
+
 def test_torchrun_and_srun_on_the_same_nodes_at_once_learn_the_same(whole):
     assert equal(*whole)
 
@@ -195,16 +207,6 @@ def test_srun_by_hand_and_one_process_alone_is_refused(cluster, whole):
     cluster.say(said.strip().splitlines()[-1])
     assert "has 2 tasks on 2 nodes, and this one process was started" in said and "srun python" in said
     assert not (cluster.place / "outputs" / "alone").exists()
-
-
-def test_a_second_job_for_a_run_that_is_running_ends_without_harm(cluster, limited):
-    run, job = limited
-    cluster.until_step(run, 1)
-    if cluster.job(job, "JobState") == "RUNNING":
-        second = cluster.output("sbatch", "--parsable", run / "submit.sbatch")
-        cluster.wait("the second job", lambda: cluster.job(second, "JobState") in ("FAILED", "COMPLETED"))
-        assert cluster.job(second, "ExitCode") == "1:0"
-        assert "another process is running it" in (run / "logs" / "node1.log").read_text()
 
 
 def test_a_sweep_is_an_array_with_a_run_for_each_point(cluster, whole):
