@@ -342,14 +342,14 @@ def test_skipped_records_are_named_on_the_screen_and_in_the_log(place):
 @pytest.mark.parametrize("gpus", ["1", "2"])
 def test_a_start_that_failed_before_its_first_step_gives_its_name_back(place, gpus):
     words = tiny(place, f"run.name=again{gpus}", f"gpus={gpus}", "train.max_steps=1")
-    done = run(place, *words, "adapter.targets=[gone]")
+    done = run(place, *words, "checkpoint.keep=1000000000000")  # more than any disk has room for
     folder = place / "outputs" / f"again{gpus}"
     assert done.returncode == EXIT_USER_ERROR and read_status(folder)["state"] == "failed", done.stderr
     assert gpus == "1" or f"no step was taken (log: {folder}/logs/rank-0.log)" in done.stderr
-    done = run(place, *words, "adapter.targets=[q_proj]")
+    done = run(place, *words, "checkpoint.keep=1")
     assert done.returncode == 0, done.stderr
     assert read_status(folder)["state"] == "done" and (folder / "attempts" / "002.yaml").is_file()
-    assert yaml.safe_load((folder / "config.yaml").read_text())["adapter"]["targets"] == ["q_proj"]
+    assert yaml.safe_load((folder / "config.yaml").read_text())["checkpoint"]["keep"] == 1
     done = run(place, *words, "adapter.targets=[k_proj]")
     assert done.returncode == EXIT_USER_ERROR and "exists; go on with it" in done.stderr
 

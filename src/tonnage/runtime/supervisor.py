@@ -158,7 +158,11 @@ def _watch(ranks, signals):
                     process.kill()
         time.sleep(0.05)
     failed = [rank for rank, process in enumerate(ranks) if process.returncode]
-    return (_most_telling(ranks, failed) if failed and first is None else first), asked
+    # a rank that has something to say may end behind those that lost their connection to it
+    telling = [rank for rank in failed if ranks[rank].returncode in (EXIT_USER_ERROR, EXIT_DOES_NOT_FIT)]
+    if telling or first is None:
+        first = _most_telling(ranks, telling or failed) if failed else None
+    return first, asked
 
 
 def _most_telling(ranks, failed):
