@@ -239,10 +239,11 @@ def evaluate_and_stop(folder, strategy):
     finally:
         module.collate = collate
     # one rank is asked to stop, all of them do, and nothing is noted; training goes on as if nothing had been
-    s.stop.requested = s.rank == 1
+    s.stop.asked = lambda look: int(s.rank == 1)
     s.evaluate()
     noted = list(s.metrics.lines), s.position.best_metric
-    s.stop.requested = False
+    s.stop.asked = lambda look: 0
+    s.stopped_by = None
     s.evaluate()
     loop.train(s)
     losses = [line["loss"] for line in s.metrics.lines if "loss" in line]

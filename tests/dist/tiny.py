@@ -97,7 +97,8 @@ def open_tiny(config, folder: str, rows=None, run_folder: Path | None = None, gr
         head=LossHead(engine.model, config.train.loss, 16), source=source, tokenizer=SimpleNamespace(pad_token_id=0),
         flat=False, eval_rows=None, num_steps=num_steps,
         peak_rate=peak_learning_rate(config.optimizer, config.adapter.name, layout.cut.global_rows), attempt=1,
-        metrics=Recorder(), progress=StepProgress(num_steps, 0, show=False), stop=SimpleNamespace(asked=lambda look: 0),
+        metrics=Recorder(), progress=StepProgress(num_steps, 0, show=False),
+        stop=SimpleNamespace(asked=lambda look: 0, reason=lambda asked: "asked"),
         # nothing to save: the loop takes the last step as saved already
         last_saved=num_steps if run_folder is None else None)
 

@@ -75,7 +75,9 @@ def loss_bytes(job: Job) -> LossBytes:
         return LossBytes(hidden + logits * (8 + cast), hidden + max(logits * 12, logits * c + head * c), hidden)
     chunk = min(job.loss_chunk_tokens, tokens) * a.vocab
     product = min(VOCAB_BLOCK, a.vocab) * a.hidden * c if job.trains_all else 0
-    return LossBytes(2 * hidden + 4 * head + chunk * (4 + cast) + product, hidden + head * (4 + cast), hidden)
+    # in fp32 beside what the product gave, or beside the exponentials of a block of words
+    logits = chunk * (4 + max(cast, 4 * min(1, VOCAB_BLOCK / a.vocab)))
+    return LossBytes(2 * hidden + 4 * head + logits + product, hidden + head * (4 + cast), hidden)
 
 
 @lru_cache(maxsize=4096)

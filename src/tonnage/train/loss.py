@@ -31,13 +31,10 @@ class ChunkedLinearCrossEntropy(torch.autograd.Function):
             rows = slice(start, start + chunk_tokens)
             hidden_CD, targets_C = hidden_ND[rows], targets_N[rows]
             logits_CV = F.linear(hidden_CD, weight_VD, bias_V).float()
-            target_C = logits_CV.gather(1, targets_C[:, None])[:, 0]
-            most_C = logits_CV.amax(dim=-1)
-            # d loss / d logits = softmax - onehot; the softmax is made in place of the logits, so that one copy is held
-            grad_CV = logits_CV.sub_(most_C[:, None]).exp_()
-            sum_C = grad_CV.sum(dim=-1)
-            loss += (sum_C.log() + most_C - target_C).sum()
-            grad_CV.div_(sum_C[:, None])
+            log_norm_C = _log_norm(logits_CV)
+            loss += (log_norm_C - logits_CV.gather(1, targets_C[:, None])[:, 0]).sum()
+            # d loss / d logits = softmax - onehot, in place of the logits
+            grad_CV = logits_CV.sub_(log_norm_C[:, None]).exp_()
             grad_CV.scatter_add_(1, targets_C[:, None], -torch.ones_like(grad_CV[:, :1]))
             if needs_bias:
                 grad_bias_V += grad_CV.sum(0)
@@ -59,6 +56,15 @@ class ChunkedLinearCrossEntropy(torch.autograd.Function):
         scaled = [None if grad is None else grad.mul_(grad_loss).to(dtype)
                   for grad, dtype in zip(grads, ctx.dtypes, strict=True)]
         return *scaled, None, None
+
+
+def _log_norm(logits_CV):
+    """log sum exp over the vocabulary, by parts: torch.logsumexp makes a second tensor of all logits."""
+    most_C = logits_CV.amax(dim=-1)
+    sum_C = torch.zeros_like(most_C)
+    for block in logits_CV.split(VOCAB_BLOCK, dim=1):
+        sum_C += (block - most_C[:, None]).exp_().sum(dim=-1)
+    return most_C + sum_C.log()
 
 
 def plain_loss(logits_NV: torch.Tensor, targets_N: torch.Tensor) -> torch.Tensor:
