@@ -23,8 +23,9 @@ def traced(strategy, adapter, folder, ranks, *overrides, device="cuda"):
 
 
 @pytest.mark.parametrize(("strategy", "adapter", "overrides"), [
-    ("fsdp", "lora", ()), ("fsdp", "full", ("train.loss=plain", "model.activation_checkpointing=none")),
-    ("ddp", "full", ())])
+    ("fsdp", "lora", ()),
+    pytest.param("fsdp", "full", ("train.loss=plain", "model.activation_checkpointing=none"), marks=pytest.mark.slow),
+    pytest.param("ddp", "full", (), marks=pytest.mark.slow)])
 def test_a_trace_is_what_a_real_step_allocates(pools, folder, strategy, adapter, overrides):
     real = pools(2).run(memory.measure, strategy, adapter, folder, overrides)[0]
     fake = traced(strategy, adapter, folder, 2, *overrides, device="cpu")
