@@ -57,6 +57,7 @@ class LossBytes:
 
 
 VOCAB_BLOCK = 16384  # train/loss.py forms a trained head's gradient for that many words at a time
+NORM_PARTS = 8  # and takes exponentials of such a part of them
 
 
 def loss_bytes(job: Job) -> LossBytes:
@@ -75,8 +76,8 @@ def loss_bytes(job: Job) -> LossBytes:
         return LossBytes(hidden + logits * (8 + cast), hidden + max(logits * 12, logits * c + head * c), hidden)
     chunk = min(job.loss_chunk_tokens, tokens) * a.vocab
     product = min(VOCAB_BLOCK, a.vocab) * a.hidden * c if job.trains_all else 0
-    # in fp32 beside what the product gave, or beside the exponentials of a block of words
-    logits = chunk * (4 + max(cast, 4 * min(1, VOCAB_BLOCK / a.vocab)))
+    # in fp32 beside what the product gave, or beside the exponentials of a part of the words
+    logits = chunk * (4 + max(cast, 4 / NORM_PARTS))
     return LossBytes(2 * hidden + 4 * head + logits + product, hidden + head * (4 + cast), hidden)
 
 

@@ -15,6 +15,7 @@ from tonnage.data.collate import MicroBatch
 from tonnage.errors import ConfigError
 
 VOCAB_BLOCK = 16384
+NORM_PARTS = 8
 
 
 class ChunkedLinearCrossEntropy(torch.autograd.Function):
@@ -62,7 +63,7 @@ def _log_norm(logits_CV):
     """log sum exp over the vocabulary, by parts: torch.logsumexp makes a second tensor of all logits."""
     most_C = logits_CV.amax(dim=-1)
     sum_C = torch.zeros_like(most_C)
-    for block in logits_CV.split(VOCAB_BLOCK, dim=1):
+    for block in logits_CV.split(-(-logits_CV.shape[1] // NORM_PARTS), dim=1):
         sum_C += (block - most_C[:, None]).exp_().sum(dim=-1)
     return most_C + sum_C.log()
 
