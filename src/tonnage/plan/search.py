@@ -54,11 +54,11 @@ class Search:
                 "failing": [{"what": what, "tried": number, "least_share": share} for what, number, share in self.failing]}
 
 
-def search(config: Config, plan: Plan) -> Search:
+def search(config: Config, plan: Plan, extremes: bool = False) -> Search:
     """Every combination of strategy, offload, checkpointing, micro-batch, adapter, optimizer and precision that the
-    capability registry accepts, on the GPUs of `plan`."""
+    capability registry accepts, on the GPUs of `plan`; of micro-batches only `auto` and one row for the `extremes`."""
     found, failing, least, seen = [], Counter(), {}, set()
-    for candidate, words in _candidates(config, plan):
+    for candidate, words in _candidates(config, plan, extremes):
         one = _evaluate(candidate, words, plan)
         same = one and (one.strategy, one.micro_rows, *chosen_of(candidate).values(),
                         candidate.model.activation_checkpointing)
@@ -80,7 +80,7 @@ def search(config: Config, plan: Plan) -> Search:
 def remedies(config: Config, plan: Plan, most: int = 3) -> list[Found]:
     """The nearest configurations that fit: the fewest changes first, then those that leave alone what is learned, then
     the fastest; one with more GPUs and one with a larger GPU where they help."""
-    fitting = [one for one in search(config, plan).fitting if one.verdict == FITS]
+    fitting = [one for one in search(config, plan, extremes=True).fitting if one.verdict == FITS]
     fitting.sort(key=lambda one: (len(one.changed) + 2 * sum(key in LEARNED for key in one.changed),
                                   -(one.tokens_per_s or 0)))
     chosen, seen = [], set()
@@ -91,10 +91,11 @@ def remedies(config: Config, plan: Plan, most: int = 3) -> list[Found]:
     return chosen[:most] + [one for one in (_more_gpus(config, plan), _larger_gpu(config, plan)) if one is not None]
 
 
-def _candidates(config: Config, plan: Plan) -> Iterator[tuple[Config, dict[str, str]]]:
+def _candidates(config: Config, plan: Plan, extremes: bool) -> Iterator[tuple[Config, dict[str, str]]]:
     """Configs and, by key, the words that make them of `config`; what is `auto` is tried as it is, too."""
     layout = plan.layout
     most = max(1, MOST_MICRO_TOKENS // config.data.seq_tokens)
+    micro = ("auto", 1) if extremes else micro_choices(config.batch, layout.gpus, most)
     axes = {
         "strategy": dict.fromkeys((config.strategy.name, *CAPABILITIES)),
         "strategy.offload": dict.fromkeys((config.strategy.offload, "none", "optimizer", "all")),
@@ -102,7 +103,7 @@ def _candidates(config: Config, plan: Plan) -> Iterator[tuple[Config, dict[str, 
         "adapter": dict.fromkeys((config.adapter.name, "lora")),
         "optimizer": dict.fromkeys((config.optimizer.name, "adamw", "adamw8bit")),
         "precision": dict.fromkeys((config.precision.name, "bf16")),
-        "batch.micro_rows": dict.fromkeys((config.batch.micro_rows, *micro_choices(config.batch, layout.gpus, most)))}
+        "batch.micro_rows": dict.fromkeys((config.batch.micro_rows, *micro))}
     before = (config.strategy.name, config.strategy.offload, config.model.activation_checkpointing, config.adapter.name,
               config.optimizer.name, config.precision.name, config.batch.micro_rows)
     for values in itertools.product(*axes.values()):
