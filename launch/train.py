@@ -292,35 +292,35 @@ def be_rank(command: CommandLine, config: Config, machine: Machine, place) -> in
     if ranks.RUN_VARIABLE in os.environ:
         ranks.die_with_parent()
     ranks.join(place, machine.gpus, machine.device, config.cluster.timeout_s, config.cpu_threads)
-    group = ranks.preparation_group()
-    shared, lock = [None], None
-    if place.rank == 0:
-        try:
-            if ranks.RUN_VARIABLE in os.environ:
-                folder = Path(os.environ[ranks.RUN_VARIABLE])
-                shared = [_attempt(folder)]
-            else:
-                start, lock = begin(command, config, machine)
-                shared = [start]
-        except TonnageError as error:
-            shared = [error]
-    dist.broadcast_object_list(shared, src=0, group=group)
-    start = shared[0]
-    if isinstance(start, TonnageError):
-        raise start
-    if not start.folder.is_dir():
-        raise ConfigError(f"run.root={config.run.root}: {start.folder} is not visible on {socket.gethostname()}; run "
-                          f"folders must be on a disk that all nodes share")
-    log_to_folder(start.folder, place.rank)
-    cuda = machine.device == "cuda"
-    device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+    lock = None
     try:
+        group = ranks.preparation_group()
+        shared = [None]
+        if place.rank == 0:
+            try:
+                if ranks.RUN_VARIABLE in os.environ:
+                    shared = [_attempt(Path(os.environ[ranks.RUN_VARIABLE]))]
+                else:
+                    start, lock = begin(command, config, machine)
+                    shared = [start]
+            except TonnageError as error:
+                shared = [error]
+        dist.broadcast_object_list(shared, src=0, group=group)
+        start = shared[0]
+        if isinstance(start, TonnageError):
+            raise start
+        if not start.folder.is_dir():
+            raise ConfigError(f"run.root={config.run.root}: {start.folder} is not visible on {socket.gethostname()}; run "
+                              f"folders must be on a disk that all nodes share")
+        log_to_folder(start.folder, place.rank)
+        cuda = machine.device == "cuda"
+        device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
         code = train_run(start, group, start.layout, device)
         if place.rank == 0:
             measured.compare(start.folder, start.attempt)
         return code
     finally:
-        dist.destroy_process_group()
+        dist.destroy_process_group()  # also before the first step: threads of a group that is left abort the process
         if lock is not None:
             lock.close()
 

@@ -31,9 +31,10 @@ def test_a_trace_is_what_a_real_step_allocates(pools, folder, strategy, adapter,
     fake = traced(strategy, adapter, folder, 2, *overrides, device="cpu")
     for phase in PHASES:
         assert fake.phases[phase].total == pytest.approx(real[phase]["total"], rel=1e-3), phase
-        for category, num_bytes in real[phase]["by_category"].items():
-            # a few numbers of 4 bytes, and scalars that autograd makes
-            assert fake.phases[phase].by_category[category] == pytest.approx(num_bytes, rel=1e-3, abs=4096), category
+        # of two moments that are as full as each other either may be the fullest: what both hold is compared
+        for category in ("weights", "gradients", "optimizer states"):
+            assert fake.phases[phase].by_category[category] == pytest.approx(
+                real[phase]["by_category"][category], rel=1e-3, abs=4096), category
 
 
 def test_states_are_exact_and_shrink_with_ranks(folder):
