@@ -9,13 +9,14 @@ from dataclasses import asdict
 from pathlib import Path
 
 import _installed  # noqa: F401 - first
+from _planning import shape_of
 
 from tonnage.config.compose import compose_config, groups, parse_command_line, recipes
 from tonnage.config.schema import Config
-from tonnage.errors import EXIT_DOES_NOT_FIT, EXIT_DONE, ConfigError, UnknownFamily
+from tonnage.errors import EXIT_DOES_NOT_FIT, EXIT_DONE, ConfigError
 from tonnage.facts.gpus import gpu_of
 from tonnage.plan import text
-from tonnage.plan.planner import Plan, architecture_of, make_plan, plan_layout
+from tonnage.plan.planner import Plan, make_plan, plan_layout
 from tonnage.plan.search import remedies, search
 from tonnage.plan.verdict import DOES_NOT_FIT
 from tonnage.runtime.driver import first_gpu
@@ -57,7 +58,7 @@ def main(argv: list[str]) -> int:
         return show_search(config, plan, "json" in flags)
     if chosen == ["trace"]:
         return trace(config, plan, "json" in flags)
-    return show(config, plan, command.overrides, "json" in flags)
+    return show(config, plan, "json" in flags)
 
 
 def planned(config: Config) -> Plan:
@@ -70,18 +71,12 @@ def planned(config: Config) -> Plan:
     if gpu is None:
         raise ConfigError(f"gpu: must be given where there is none: gpu={'|'.join(groups()['gpu'][1:6])}|..., or gpu=other "
                           f"gpu.memory_gib=...")
-    try:
-        architecture = architecture_of(config)
-    except UnknownFamily:
-        quiet_libraries()
-        from tonnage.models.shape import measured_architecture
-
-        print("the family is not counted by hand: asking transformers, which takes a few seconds", file=sys.stderr)
-        architecture = measured_architecture(config.model.path)
+    quiet_libraries()  # for a family that transformers has to measure
+    architecture = shape_of(config, say=lambda words: print(words, file=sys.stderr, flush=True))
     return make_plan(config, plan_layout(config, architecture, gpu), architecture, gpu)
 
 
-def show(config: Config, plan: Plan, overrides: tuple[str, ...], as_json: bool) -> int:
+def show(config: Config, plan: Plan, as_json: bool) -> int:
     """Print the plan; where it does not fit, what does."""
     advice = remedies(config, plan) if plan.verdict == DOES_NOT_FIT else []
     if as_json:
@@ -89,7 +84,7 @@ def show(config: Config, plan: Plan, overrides: tuple[str, ...], as_json: bool) 
     else:
         print(text.describe(config, plan))
         if plan.verdict == DOES_NOT_FIT:
-            print("\n".join(text.advice_lines(advice, overrides)))
+            print("\n".join(text.advice_lines(advice)))
     return EXIT_DOES_NOT_FIT if plan.verdict == DOES_NOT_FIT else EXIT_DONE
 
 
@@ -105,7 +100,6 @@ def show_search(config: Config, plan: Plan, as_json: bool) -> int:
 
 def trace(config: Config, plan: Plan, as_json: bool) -> int:
     """Print the traced peaks beside the predicted ones."""
-    quiet_libraries()
     from tonnage.trace.step import trace as trace_step
 
     traced = trace_step(config, plan.layout, lambda words: print(words, file=sys.stderr, flush=True))

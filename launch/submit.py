@@ -13,16 +13,15 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import _installed  # noqa: F401 - first
+from _planning import require_fit, shape_of
 
 from tonnage.config import rules
 from tonnage.config.compose import CommandLine, expand_sweep, parse_command_line
 from tonnage.config.schema import Config
-from tonnage.errors import EXIT_DONE, ConfigError, DoesNotFit
+from tonnage.errors import EXIT_DONE, ConfigError, NotFetched, UnknownFamily
 from tonnage.facts.gpus import gpu_of
 from tonnage.plan import text
-from tonnage.plan.planner import Plan, architecture_of, make_plan, plan_layout
-from tonnage.plan.search import remedies
-from tonnage.plan.verdict import DOES_NOT_FIT
+from tonnage.plan.planner import GPUS_PER_NODE, Plan, make_plan, plan_layout
 from tonnage.runtime import kubernetes, runs, slurm
 from tonnage.runtime.entry import guarded
 
@@ -119,18 +118,16 @@ def ready(config: Config) -> tuple[Config, rules.Layout, Plan | None]:
         raise ConfigError("gpu=auto: must be given, since the plan is made here: gpu=h100 or another of docs/config.md, or "
                           "gpu=other gpu.memory_gib=...")
     try:
-        architecture = architecture_of(config)
-    except ConfigError:
+        architecture = shape_of(config)
+    except (NotFetched, UnknownFamily):
         print(f"no plan: the shape of {config.model.path} is not known here; launch/prefetch.py fetches it",
               file=sys.stderr)
-        per_node = min(config.gpus, 8)
+        per_node = min(config.gpus, GPUS_PER_NODE)
         return config, rules.resolve_layout(config, config.gpus, "cuda", per_node, _by_deepspeed(config)), None
     layout = plan_layout(config, architecture, gpu, _by_deepspeed(config))
     plan = make_plan(config, layout, architecture, gpu)
     print(text.describe(config, plan), file=sys.stderr)
-    if plan.verdict == DOES_NOT_FIT and config.plan.refuse:
-        raise DoesNotFit("\n".join(["it would not fit, so it is not submitted; plan.refuse=false submits it anyway",
-                                    *text.advice_lines(remedies(config, plan))]))
+    require_fit(config, plan, "it would not fit, so it is not submitted; plan.refuse=false submits it anyway")
     return config, layout, plan
 
 

@@ -12,6 +12,7 @@ from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
 
 import _installed  # noqa: F401 - first
+from _planning import require_fit, shape_of
 
 from tonnage.config import rules
 from tonnage.config.batch import BatchCut
@@ -30,16 +31,13 @@ from tonnage.errors import (
     EXIT_STOPPED_RESUMABLE,
     CheckpointError,
     ConfigError,
-    DoesNotFit,
     NotFetched,
     TonnageError,
     UnknownFamily,
 )
 from tonnage.facts.gpus import gpu_of
 from tonnage.plan import text
-from tonnage.plan.planner import Plan, architecture_of, make_plan, settled_layout
-from tonnage.plan.search import remedies
-from tonnage.plan.verdict import DOES_NOT_FIT
+from tonnage.plan.planner import Plan, make_plan, settled_layout
 from tonnage.report import measured
 from tonnage.runtime import runs
 from tonnage.runtime.driver import host_memory, known_gpu
@@ -117,11 +115,12 @@ def launch(command: CommandLine, config: Config) -> int:
     device = ranks.resolve_device(config.device)
     gpus = config.gpus if config.dry_run and config.gpus != "auto" else ranks.resolve_gpus(config.gpus, device, place)
     machine = Machine(gpus, device, _local_gpus(place, device, gpus), ranks.started_by_deepspeed())
-    layout, plan = plan_run(config, machine)
+    planned = plan_run(config, machine)
     if config.dry_run:
         from tonnage.train.dry_run import print_dry_run
 
         if place.rank == 0:
+            layout, plan = planned
             print(text.describe(config, plan) if plan else "no plan: the model's shape is known once it is fetched")
             print_dry_run(config, layout, command.overrides)
         return EXIT_DONE
@@ -134,10 +133,10 @@ def launch(command: CommandLine, config: Config) -> int:
     if role == "run" and place.launcher == "none" and config.cluster.max_restarts:
         role = "start"  # there must be somebody to start it again
     if role == "start":
-        start, lock = begin(command, config, machine)
+        start, lock = begin(command, config, machine, planned)
         with lock:
             return supervise(lambda restart: _start(start.folder, gpus, restart), start.folder, config.cluster.max_restarts)
-    return be_rank(command, config, machine, place)
+    return be_rank(command, config, machine, place, planned)
 
 
 def _start(folder, gpus, restart):
@@ -165,64 +164,53 @@ class Machine:
     under_deepspeed: bool
 
 
-def plan_run(config: Config, machine: Machine, model_folder: str | None = None) -> tuple[rules.Layout, Plan | None]:
+Planned = tuple[rules.Layout, Plan | None]
+
+
+def plan_run(config: Config, machine: Machine, model_folder: str | None = None) -> Planned:
     """The layout, and the plan where the model's shape and the memory are known; on a GPU it settles what is `auto`."""
     try:
-        architecture = architecture_of(config, model_folder)
-    except NotFetched:
+        architecture = shape_of(config, model_folder)
+    except (NotFetched, UnknownFamily):
         architecture = None
-    except UnknownFamily:
-        architecture = _measured(config, model_folder)
     gpu = _memory_of(config, machine)
-    if architecture is None or gpu is None:
-        return rules.resolve_layout(config, *astuple(machine)[:3], machine.under_deepspeed), None
-    if machine.device == "cpu":  # a process group there is a test or a small run: the stated rules will do
-        layout = rules.resolve_layout(config, *astuple(machine))
-    else:
+    known = architecture is not None and gpu is not None
+    if known and machine.device == "cuda":
         layout = settled_layout(config, *astuple(machine), architecture, gpu)
-    return layout, make_plan(config, layout, architecture, gpu)
-
-
-def _measured(config, model_folder):
-    """The shape of a family that is not counted by hand, once its folder is here; None where it is of another build."""
-    from tonnage.models.shape import measured_architecture
-
-    try:
-        return measured_architecture(model_folder or config.model.path)
-    except ConfigError:
-        return None
+    else:  # on a CPU it is a test or a small run: the stated rules will do
+        layout = rules.resolve_layout(config, *astuple(machine))
+    return layout, make_plan(config, layout, architecture, gpu) if known else None
 
 
 def _memory_of(config, machine):
     """The GPU of the plan: as configured, else the one that is here; on a CPU the host's memory."""
     if machine.device == "cpu":
         return host_memory(machine.local_gpus)
+    return gpu_of(config.gpu.name, config.gpu.memory_gib, config.gpu.price_usd_h) or _gpu_here()
+
+
+def _gpu_here():
     import torch
 
     found = torch.cuda.get_device_properties(0)
-    here = known_gpu(found.name, found.total_memory / 2**30)
-    wanted = gpu_of(config.gpu.name, config.gpu.memory_gib, config.gpu.price_usd_h)
-    if wanted is not None and wanted.name != here.name:
-        print(f"gpu={config.gpu.name}: planned for that, while this machine has {here.title}", flush=True)
-    return wanted or here
+    return known_gpu(found.name, found.total_memory / 2**30)
 
 
 def show_plan(config: Config, plan: Plan) -> None:
     """Print the plan of a run that is about to start.
 
     Raises:
-        DoesNotFit: with the nearest overrides that do fit.
+        DoesNotFit: see `require_fit`.
     """
+    if plan.layout.device == "cuda" and plan.gpu.name != _gpu_here().name:
+        print(f"gpu={config.gpu.name}: planned for that, while this machine has {_gpu_here().title}", flush=True)
     print(text.describe(config, plan), flush=True)
-    if plan.verdict == DOES_NOT_FIT and config.plan.refuse:
-        advice = remedies(config, plan) if plan.layout.device == "cuda" else []
-        raise DoesNotFit("\n".join([f"predicted peak {plan.memory.peak_bytes / 2**30:.2f} GiB of {plan.gpu.memory_gib:.2f} "
-                                    f"GiB ({plan.gpu.title}); plan.refuse=false goes on anyway",
-                                    *(text.advice_lines(advice) if advice else [])]))
+    require_fit(config, plan, f"predicted peak {plan.memory.peak_bytes / 2**30:.2f} GiB of {plan.gpu.memory_gib:.2f} GiB "
+                              f"({plan.gpu.title}); plan.refuse=false goes on anyway")
 
 
-def begin(command: CommandLine, config: Config, machine: Machine) -> tuple[Start, object]:
-    """Plan, prepare model and data, make or reopen the run folder, write the attempt. Returns it and the run's lock."""
+def begin(command: CommandLine, config: Config, machine: Machine, planned: Planned) -> tuple[Start, object]:
+    """Show the plan, prepare model and data, make or reopen the run folder, write the attempt; it and the run's lock."""
     from tonnage.models.folder import folder_identity, resolve_folder
     from tonnage.report.metrics import require_tracker
     from tonnage.train.checkpoint import newest_complete
@@ -249,7 +237,7 @@ def begin(command: CommandLine, config: Config, machine: Machine) -> tuple[Start
         if start_from and not Path(start_from).is_dir() and not newest_complete(own, runs.run_id(command.run_folder)):
             raise CheckpointError(f"run={command.run_folder}: has no complete checkpoint, and {start_from}, which it was "
                                   f"forked from, is gone; put it back, or fork anew with run.fork=true")
-    layout, plan = plan_run(config, machine)
+    layout, plan = planned
     if plan is not None:
         show_plan(config, plan)  # before weights are fetched
     model_folder = resolve_folder(config.model)
@@ -281,7 +269,7 @@ def begin(command: CommandLine, config: Config, machine: Machine) -> tuple[Start
     return Start(folder, attempt, model_folder, layout, Path(start_from) if start_from else None), lock
 
 
-def be_rank(command: CommandLine, config: Config, machine: Machine, place) -> int:
+def be_rank(command: CommandLine, config: Config, machine: Machine, place, planned: Planned) -> int:
     """Join the group, agree on the run folder, train."""
     import torch
     import torch.distributed as dist
@@ -301,7 +289,7 @@ def be_rank(command: CommandLine, config: Config, machine: Machine, place) -> in
                 if ranks.RUN_VARIABLE in os.environ:
                     shared = [_attempt(Path(os.environ[ranks.RUN_VARIABLE]))]
                 else:
-                    start, lock = begin(command, config, machine)
+                    start, lock = begin(command, config, machine, planned)
                     shared = [start]
             except TonnageError as error:
                 shared = [error]

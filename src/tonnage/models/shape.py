@@ -5,7 +5,7 @@ from math import prod
 
 import torch
 
-from tonnage.errors import ConfigError
+from tonnage.errors import ConfigError, UnknownFamily
 from tonnage.facts.architectures import Architecture
 from tonnage.models.build import read_config
 
@@ -19,7 +19,7 @@ def measured_architecture(folder: str) -> Architecture:
     1 %, or the planner's operations would be those of another model.
 
     Raises:
-        ConfigError: a family of another build (its keys, or its parameters, do not fit).
+        UnknownFamily: one of another build (its keys, or its parameters, do not fit).
     """
     from transformers import AutoModelForCausalLM
 
@@ -32,8 +32,8 @@ def measured_architecture(folder: str) -> Architecture:
         model.get_output_embeddings(), "weight", None) or bool(config.tie_word_embeddings))
     if like is None or abs(like.num_parameters / counted - 1) > TOLERANCE:
         found = "" if like is None else f" ({counted:,} parameters, one of its widths would have {like.num_parameters:,})"
-        raise ConfigError(f"model.path={folder}: model_type {keys.get('model_type')} is built unlike the families that can "
-                          f"be planned{found}; train without a plan, or plan a model of docs/models.md")
+        raise UnknownFamily(f"model.path={folder}: model_type {keys.get('model_type')} is built unlike the families that "
+                            f"can be planned{found}; train without a plan, or plan a model of docs/models.md")
     return replace(like, model_type=keys["model_type"])
 
 

@@ -96,7 +96,7 @@ def _line(one: Found) -> str:
     return f"{one.peak_gib:7.1f} GiB ({one.share:.0%}, {one.verdict}), host {one.host_gib:,.0f} GiB a node, {speed}"
 
 
-def advice_lines(advice: list[Found], overrides: tuple[str, ...] = ()) -> list[str]:
+def advice_lines(advice: list[Found]) -> list[str]:
     """What fits, as words to add to the command line."""
     if not advice:
         return ["nothing that was tried fits; shorten data.seq_tokens, or see --search"]
