@@ -120,7 +120,7 @@ def test_a_checkpoint_is_readable_without_us(folder):
 
 
 def test_large_checkpoints_are_written_in_several_files(folder, monkeypatch):
-    monkeypatch.setattr(checkpoint, "SHARD_BYTES", 50)
+    monkeypatch.setattr(checkpoint, "SAVE_FILE_BYTES", 50)
     engine, other = PlainEngine(1), PlainEngine(2)
     path = save(folder, 5, engine)
     assert len(list(path.glob("trained-*"))) == 3

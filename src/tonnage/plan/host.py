@@ -2,11 +2,11 @@
 
 from dataclasses import dataclass
 
+from tonnage.facts.sizes import PROCESS_WITHOUT_CUDA_GIB, SAVE_FILE_BYTES
 from tonnage.plan.job import Job
 from tonnage.plan.spread import STATES
 
-PROCESS_GIB = 3.0  # a Python process with torch and CUDA's libraries; 0.5 without CUDA (measured)
-SAVE_FILE_GIB = 2.0  # train/checkpoint.py collects tensors up to this size before it writes a file
+PROCESS_GIB = 3.0  # a Python process with torch and CUDA's libraries
 GIB = 2**30
 
 
@@ -36,7 +36,7 @@ def host(job: Job, num_checkpoints: int, cuda: bool) -> Host:
     a, trained = job.architecture, job.trained_parameters
     ranks = min(job.gpus, job.gpus_per_node)
     replicas = ranks / job.shard_gpus  # of what is sharded, on this node
-    terms = {"processes": ranks * (PROCESS_GIB if cuda else 0.5)}
+    terms = {"processes": ranks * (PROCESS_GIB if cuda else PROCESS_WITHOUT_CUDA_GIB)}
     if job.offload != "none":
         terms["offloaded optimizer, gradients, fp32 weights"] = (8 + STATES[job.optimizer]) * trained * replicas / GIB
     if job.offload == "all":
@@ -44,5 +44,5 @@ def host(job: Job, num_checkpoints: int, cuda: bool) -> Host:
         frozen = 0 if job.trains_all else a.num_parameters
         terms["offloaded weights"] = job.compute_bytes * (frozen + copied) * replicas / GIB
     checkpoint = (4 + (4 if job.optimizer == "sgd" else 8)) * trained / GIB
-    terms["checkpoint being written"] = min(ranks * SAVE_FILE_GIB, checkpoint)
+    terms["checkpoint being written"] = min(ranks * SAVE_FILE_BYTES / GIB, checkpoint)
     return Host(terms, checkpoint, checkpoint * num_checkpoints)

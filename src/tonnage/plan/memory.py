@@ -6,7 +6,9 @@ All sizes are bytes of tensors; what lies outside of tensors (context, communica
 
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
 
+from tonnage.facts.sizes import NORM_PARTS, VOCAB_BLOCK
 from tonnage.plan.activations import Played, Style, layer_tape, play
 from tonnage.plan.job import Job, is_adapted
 from tonnage.plan.spread import Spread, spread_of
@@ -56,10 +58,6 @@ class LossBytes:
     kept: float = 0.0
 
 
-VOCAB_BLOCK = 16384  # train/loss.py forms a trained head's gradient for that many words at a time
-NORM_PARTS = 8  # and takes exponentials of such a part of them
-
-
 def loss_bytes(job: Job) -> LossBytes:
     """Of this project's losses, with every position labelled.
 
@@ -75,7 +73,7 @@ def loss_bytes(job: Job) -> LossBytes:
         logits = tokens * a.vocab
         return LossBytes(hidden + logits * (8 + cast), hidden + max(logits * 12, logits * c + head * c), hidden)
     chunk = min(job.loss_chunk_tokens, tokens) * a.vocab
-    product = min(VOCAB_BLOCK, a.vocab) * a.hidden * c if job.trains_all else 0
+    product = min(VOCAB_BLOCK, a.vocab) * a.hidden * c if job.trains_head else 0
     # in fp32 beside what the product gave, or beside the exponentials of a part of the words
     logits = chunk * (4 + max(cast, 4 / NORM_PARTS))
     return LossBytes(2 * hidden + 4 * head + logits + product, hidden + head * (4 + cast), hidden)
@@ -100,6 +98,7 @@ def assemble(job: Job, style: Style, spread: Spread, loss: LossBytes) -> Memory:
     saved = [between if checkpointed else layer.saved + saves_input * boundary for layer in layers]
     if checkpointed and style.inputs_on_host:
         saved = [between if i < style.inputs_on_host else 0.0 for i in range(a.num_layers)]
+    below = [0, *accumulate(saved)]  # of the layers before each
     held = spread.weights | {"optimizer states": spread.states}
     mask = job.micro_rows * job.seq_tokens**2 if style.holds_mask else 0  # one for all layers, a byte each
     held_root = held | {"gathered for the whole step": spread.root.whole, "attention mask": mask}
@@ -110,7 +109,7 @@ def assemble(job: Job, style: Style, spread: Spread, loss: LossBytes) -> Memory:
     forward = [held_root | {"gradients": summed, "gathered": copies * spread.embedding.whole, kept: boundary}]
     before = spread.embedding.whole
     for i, layer in enumerate(layers):
-        so_far = held_root | {"gradients": summed, kept: sum(saved[:i]) + boundary}
+        so_far = held_root | {"gradients": summed, kept: below[i] + boundary}
         whole = spread.layers[i].whole
         forward.append(so_far | {"gathered": before + copies * whole})
         forward.append(so_far | {"gathered": copies * whole, "one layer's forward":
@@ -120,7 +119,7 @@ def assemble(job: Job, style: Style, spread: Spread, loss: LossBytes) -> Memory:
     # the last norm holds its input (a cast of it unless fused), its output, and the cast before a trained weight
     wide = boundary * 4 / style.compute_bytes
     norm = boundary + (boundary if style.fused_norm else wide + (style.trains_base and style.compute_bytes < 4) * boundary)
-    end = held_root | {"gradients": summed, kept: sum(saved), "final norm": norm}
+    end = held_root | {"gradients": summed, kept: below[-1], "final norm": norm}
     head = spread.head
     losses = [end | {"gathered": before + copies * head.whole},
               end | {"gathered": copies * head.whole, "logits and loss": loss.forward},
@@ -135,9 +134,9 @@ def assemble(job: Job, style: Style, spread: Spread, loss: LossBytes) -> Memory:
         here = held_root | {
             "gradients": max(summed, spread.share * above) + (spread.second_sum if summed else 0.0),
             "gathered": unit.whole + ahead,
-            kept: sum(saved[:i + 1]) - (0 if checkpointed else layer.saved)}
+            kept: below[i + 1] - (0 if checkpointed else layer.saved)}
         if spread.keeps_input_gradients:  # a layer's own output gradient is counted in its backward
-            here |= {kept: sum(saved), "gradients of layer inputs": max(0, a.num_layers - 2 - i) * between}
+            here |= {kept: below[-1], "gradients of layer inputs": max(0, a.num_layers - 2 - i) * between}
         backward.append(here | {
             "one layer again, backward" if checkpointed else "one layer's backward":
                 max(layer.backward, style.dora * layer.forward) + (checkpointed and style.reentrant) * between,

@@ -143,5 +143,3 @@ def _micro_batches(config: Config, gpus: int) -> Iterator[Config]:
     most = max(1, MOST_MICRO_TOKENS // config.data.seq_tokens)
     for rows in micro_choices(batch, gpus, most):
         yield replace(config, batch=replace(batch, micro_rows=rows))
-
-

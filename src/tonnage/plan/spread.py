@@ -130,7 +130,7 @@ def _zero(job):
     frozen = 0 if job.trains_all else a.num_parameters
     parts = n if stage == 3 else 1
     in_fp32 = c == 4
-    offload, all_offloaded = job.offload != "none", job.offload in ("all", "nvme")
+    offload, all_offloaded = job.offload != "none", job.offload == "all"
     weights = {"frozen weights": c * frozen / parts, "weights": c * trained / parts,
                "fp32 weights": MASTER * trained / n * (stage > 0) * (not offload)}
     if all_offloaded:

@@ -11,7 +11,6 @@ from pathlib import Path
 from tonnage.config.compose import CONF, compose_config
 from tonnage.config.schema import Config
 from tonnage.errors import ConfigError
-from tonnage.facts.capabilities import chosen_of, violations
 from tonnage.facts.gpus import GPUS
 from tonnage.facts.models import MODELS
 from tonnage.plan.planner import architecture_of, make_plan, plan_layout
@@ -68,7 +67,7 @@ def _row(base, gpu, gpus):
     except ConfigError:
         return None
     plan = make_plan(config, layout, architecture, gpu)
-    if plan.verdict != FITS or violations(layout.strategy, chosen_of(config)):
+    if plan.verdict != FITS:
         return None
     return Row(gpu.name, gpus, config.adapter.name, config.precision.name, layout.strategy, layout.cut.micro_rows,
                layout.cut.accumulation_steps, layout.cut.global_rows, round(plan.memory.peak_bytes / 2**30, 2),

@@ -4,8 +4,7 @@ import subprocess
 from pathlib import Path
 
 from tonnage.facts.gpus import GPUS, Gpu
-
-PROCESS_WITHOUT_CUDA_GIB = 0.5  # Python, torch, transformers: measured
+from tonnage.facts.sizes import PROCESS_WITHOUT_CUDA_GIB
 
 
 def driver_present() -> bool:

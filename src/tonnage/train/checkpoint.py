@@ -30,11 +30,10 @@ from safetensors.torch import save_file
 from tonnage.data.windows import Cursor
 from tonnage.engines.base import Engine
 from tonnage.errors import CheckpointError
+from tonnage.facts.sizes import SAVE_FILE_BYTES
 from tonnage.models.build import full_shape
 from tonnage.runtime.logs import LOG
 from tonnage.runtime.watchdog import beat
-
-SHARD_BYTES = 2 * 2**30
 
 
 @dataclass
@@ -235,7 +234,7 @@ def _check_tensor(name, tensor, shape, num_updates):
 
 
 class _ShardWriter:
-    """Collects tensors and writes a file whenever SHARD_BYTES are reached."""
+    """Collects tensors and writes a file whenever SAVE_FILE_BYTES are reached."""
 
     def __init__(self, folder, rank):
         self.folder, self.rank, self.pending, self.size = folder, rank, {}, 0
@@ -244,7 +243,7 @@ class _ShardWriter:
     def add(self, tensors):
         self.pending |= tensors
         self.size += sum(tensor.nbytes for tensor in tensors.values())
-        if self.size >= SHARD_BYTES:
+        if self.size >= SAVE_FILE_BYTES:
             self.flush()
 
     def flush(self):

@@ -13,9 +13,7 @@ import torch.nn.functional as F
 
 from tonnage.data.collate import MicroBatch
 from tonnage.errors import ConfigError
-
-VOCAB_BLOCK = 16384
-NORM_PARTS = 8
+from tonnage.facts.sizes import NORM_PARTS, VOCAB_BLOCK
 
 
 class ChunkedLinearCrossEntropy(torch.autograd.Function):
