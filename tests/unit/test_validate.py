@@ -95,7 +95,7 @@ def test_traits_are_fields_of_a_profile():
     assert all(set(changed) <= names for changed in TRAITS.values())
     assert all(isinstance(profile, Profile) for profile in PROFILES.values())
     profile = profile_of(predictable(BY_ID["fmsacc-liger-020"]))
-    assert profile.fused_norm and profile.fused_adapter and profile.adapter == 2 and profile.fused_ce == (8, 8)
+    assert profile.fused_norm and profile.fused_adapter and profile.adapter_bytes == 2 and profile.fused_ce == (8, 8)
 
 
 # Mechanisms, each by a row that it decides; measured bytes are exact, from the notes of the row

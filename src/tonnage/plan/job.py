@@ -114,6 +114,14 @@ def adapted_shapes(architecture: Architecture, targets: tuple[str, ...]) -> list
     return [shape for shapes in _adapted(architecture, targets) for shape in shapes]
 
 
+def adapted_names(job: Job) -> frozenset[str]:
+    """Names of the adapted matrices, dense layers and mixtures of experts together."""
+    if job.trains_all:
+        return frozenset()
+    shapes = (job.architecture.linear_shapes(i) for i in (0, job.architecture.num_layers - 1))
+    return frozenset(name for one in shapes for name in one if is_adapted(name, job.targets))
+
+
 def is_adapted(name: str, targets: tuple[str, ...]) -> bool:
     """Whether the matrix `name` of `Architecture.linear_shapes` carries an adapter."""
     if name == "mlp.gate" or name.startswith("mlp.experts."):

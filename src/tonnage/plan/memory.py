@@ -10,7 +10,7 @@ from itertools import accumulate
 
 from tonnage.facts.sizes import NORM_PARTS, VOCAB_BLOCK
 from tonnage.plan.activations import Played, Style, layer_tape, play
-from tonnage.plan.job import Job, is_adapted
+from tonnage.plan.job import Job, adapted_names
 from tonnage.plan.spread import Spread, spread_of
 
 PHASES = ("load", "forward", "loss", "backward", "step", "save")
@@ -38,12 +38,9 @@ def memory(job: Job) -> Memory:
 
 def style_of(job: Job) -> Style:
     """How this project's engines compute a layer: adapters in the compute precision, transformers' own modules."""
-    adapted = frozenset() if job.trains_all else frozenset(
-        name for i in (0, job.architecture.num_layers - 1) for name in job.architecture.linear_shapes(i)
-        if is_adapted(name, job.targets))
     packed = job.packing and job.attention == "sdpa"
     return Style(compute_bytes=job.compute_bytes, trains_base=job.trains_all, weight_gradient_bytes=job.compute_bytes,
-                 rank=job.rank, adapted=adapted, adapter_bytes=job.compute_bytes, flash=job.attention != "eager",
+                 rank=job.rank, adapted=adapted_names(job), adapter_bytes=job.compute_bytes, flash=job.attention != "eager",
                  masked=packed, holds_mask=packed, dropout=job.dropout > 0, dora=job.adapter == "dora")
 
 

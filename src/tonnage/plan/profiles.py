@@ -30,10 +30,10 @@ Sources, by what they show:
   components/distributed/parallelizer.py (parts of a layer are checkpointed one by one), components/loss/masked_ce.py.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 from tonnage.plan.activations import Style
-from tonnage.plan.job import is_adapted
+from tonnage.plan.job import adapted_names
 from tonnage.plan.memory import LossBytes, Memory, assemble
 from tonnage.plan.published import Published
 from tonnage.plan.spread import Spread, Unit, trained_sizes
@@ -46,22 +46,21 @@ STORED = {base: scales + (2.0 if base == "bf16" else 0.5) for base, scales in SC
 
 
 @dataclass(frozen=True, kw_only=True)
-class Profile:
-    """What a framework keeps. Bytes are per parameter, or per logit.
+class Profile(Style):
+    """How a framework computes a layer, and what it keeps. Bytes are per parameter, or per logit.
 
     Args:
         weight, gradient, moment, master: of a trained parameter; Adam keeps two moments. `temporary`: of the optimizer
             step; foreach AdamW holds one more gradient.
         engine: "fsdp" or "zero". `flat`: FSDP1. `mixed_units`: adapters are in one unit with what is frozen, which then
             has gradients throughout. `no_sync`: gradients are summed whole until the last micro-batch.
-        adapter: of one number in an adapter's computation.
         plain, fused_ce: most alive in the loss's forward and in its backward. `chunked`: the same for the logits of
             all chunks, what of these is alive until backward ends, and more for the chunk that is worked on.
         quantised_head: the head is quantised like the layers. `longest_first`: the longest sample is in the first
             micro-batch. `shards_scales`: those of a quantised matrix, with it. `outside_apart`: embedding and head are
             units of their own.
         moments_on_host, steps_in_backward: as they say.
-        Others as in `plan.activations.Style`.
+        Others as in `plan.activations.Style`; of these a row's job sets precision, adapter and attention.
     """
 
     weight: float = 2
@@ -74,20 +73,6 @@ class Profile:
     mixed_units: bool = False
     no_sync: bool = False
     longest_first: bool = False
-    adapter: int = 2
-    dropout: bool = False
-    fused_adapter: bool = False
-    fused_norm: bool = False
-    fused_rope: bool = False
-    fused_qkv: bool = False
-    fused_mlp: bool = False
-    checkpoints_parts: bool = False
-    looped_experts: bool = False
-    repeats_kv: bool = False
-    saves_inputs: bool = False
-    reentrant: bool = False
-    stream: int = 2
-    inputs_on_host: int = 0
     moments_on_host: bool = False
     steps_in_backward: bool = False
     quantised_head: bool = False
@@ -99,7 +84,7 @@ class Profile:
 
 
 HF = Profile(temporary=2, flat=True, no_sync=True, reentrant=True, looped_experts=True)
-HF_ADAPTER = replace(HF, weight=4, gradient=4, moment=4, temporary=4, dropout=True, adapter=4)
+HF_ADAPTER = replace(HF, weight=4, gradient=4, moment=4, temporary=4, dropout=True, adapter_bytes=4)
 FP32_MASTER = Profile(weight=4, gradient=4, moment=4, temporary=4)
 PROFILES = {
     # transformers' Trainer with everything in bf16: 2 weights + 2 gradients + 4 moments
@@ -141,13 +126,13 @@ TRAITS = {
     # one autograd function for a quantised matrix and its adapter
     "fused adapter": {"fused_adapter": True},
     # bf16 autocast casts an adapter's input after dropout
-    "autocast": {"adapter": 2},
+    "autocast": {"adapter_bytes": 2},
     # flash attention is given repeated keys and values
-    "repeated keys": {"repeats_kv": True},
+    "repeated keys": {"masked": True},
     # transformers < 4.46: the bf16 logits are let go of before the loss
     "logits let go": {"plain": (12, 12), "fused_ce": (8, 8)},
     # trl's preparation of a quantised base on one GPU leaves the stream between layers in fp32
-    "fp32 stream": {"stream": 4},
+    "fp32 stream": {"stream_bytes": 4},
     # a compiled norm or loss reads its input once and keeps no fp32 copy
     "compiled": {"fused_norm": True, "fused_rope": True, "plain": (4, 8), "chunked": (2, 2, 0, 2)},
     # the shipped config has custom_sharded_layers: ['tok_embeddings', 'output']
@@ -175,20 +160,13 @@ def predict(found: Published) -> Memory:
 
 
 def _style(found, profile):
-    job = found.job
-    adapted = frozenset() if job.trains_all else frozenset(
-        name for i in (0, job.architecture.num_layers - 1) for name in job.architecture.linear_shapes(i)
-        if is_adapted(name, job.targets))
-    quantised = found.base != "bf16"
-    return Style(
-        compute_bytes=job.compute_bytes, trains_base=job.trains_all, weight_gradient_bytes=2, rank=job.rank,
-        adapted=adapted, adapter_bytes=profile.adapter, fused_norm=profile.fused_norm, fused_rope=profile.fused_rope,
-        flash=job.attention != "eager", masked=profile.repeats_kv, dequantised_weight=quantised,
-        dropout=profile.dropout, fused_adapter=profile.fused_adapter, fused_qkv=profile.fused_qkv,
-        fused_mlp=profile.fused_mlp, looped_experts=profile.looped_experts,
-        checkpoints_parts=profile.checkpoints_parts and job.checkpointing == "full",
-        saves_inputs=profile.saves_inputs and quantised, reentrant=profile.reentrant, stream_bytes=profile.stream,
-        inputs_on_host=profile.inputs_on_host)
+    job, quantised = found.job, found.base != "bf16"
+    computed = {field.name: getattr(profile, field.name) for field in fields(Style)}
+    return Style(**computed | {
+        "compute_bytes": job.compute_bytes, "trains_base": job.trains_all, "rank": job.rank,
+        "adapted": adapted_names(job), "flash": job.attention != "eager", "dequantised_weight": quantised,
+        "checkpoints_parts": profile.checkpoints_parts and job.checkpointing == "full",
+        "saves_inputs": profile.saves_inputs and quantised})
 
 
 def _loss(found, profile):
@@ -217,7 +195,7 @@ def _frozen(found, profile):
     quantised = sum(matrices) + profile.quantised_head * a.vocab * a.hidden
     scales = 0.0 if profile.shards_scales else SCALES[found.base]
     width = STORED[found.base] - scales
-    layers = [width * size + 2 * (a.layer_parameters(i).total - size) for i, size in enumerate(matrices)]
+    layers = [width * size + 2 * (layer.total - size) for layer, size in zip(a.layers, matrices, strict=True)]
     return width * quantised + 2 * (a.num_parameters - quantised), layers, scales * quantised
 
 
@@ -233,7 +211,7 @@ def _fsdp(found: Published, profile: Profile) -> Spread:
     trained, sharded = job.trained_parameters, n > 1
     whole_units = profile.mixed_units and sharded and not job.trains_all
     if whole_units:
-        layers = [a.layer_parameters(i).total + job.adapter_parameters[i] for i in range(a.num_layers)]
+        layers = [layer.total + adapter for layer, adapter in zip(a.layers, job.adapter_parameters, strict=True)]
     if job.trains_all:
         weights, wholes = {"weights": profile.weight * trained / n}, [2 * size for size in layers]
     else:
@@ -294,7 +272,7 @@ def _zero(found: Published, profile: Profile) -> Spread:
     def unit(parameters, trains):
         return Unit(gathered * parameters, 2 * trains, profile.gradient * trains)
 
-    sizes = [a.layer_parameters(i).total + job.adapter_parameters[i] for i in range(a.num_layers)]
+    sizes = [layer.total + adapter for layer, adapter in zip(a.layers, job.adapter_parameters, strict=True)]
     spread = Spread(
         weights={"weights": (2 * trained + frozen) / (n if stage == 3 else 1)},
         states=_states(profile, job) * trained / (n if stage else 1), gradients=share * profile.gradient * trained,
