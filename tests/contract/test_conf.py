@@ -1,6 +1,5 @@
 """What is shipped in conf/ and recipes/ composes, is explained and can be planned, so that none of it can rot."""
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -9,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from scripts import load_script
 
 from tonnage.config.compose import CONF, RECIPES, ROOT, compose_config, describe_type, groups, recipes, schema_fields
 from tonnage.config.schema import DataSet
@@ -20,17 +20,9 @@ CHOICES = [(group, choice) for group, choices in groups().items() for choice in 
 NEEDS = {("model", "custom"): ["model.path=x"]}
 
 
-def load_script(name):
-    spec = importlib.util.spec_from_file_location(f"launch_{name}", ROOT / "launch" / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.fixture(scope="module")
 def train():
-    return load_script("train")
+    return load_script("launch/train")
 
 
 @pytest.fixture

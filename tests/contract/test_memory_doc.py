@@ -1,21 +1,14 @@
 """docs/memory.md is what the planner says now, beside the figures of the last measurement; nothing is measured here."""
 
-import importlib.util
 import json
-import sys
 
 import pytest
-
-from tonnage.config.compose import ROOT
+from scripts import load_script
 
 
 @pytest.fixture(scope="module")
 def benchmark():
-    spec = importlib.util.spec_from_file_location("benchmark_memory", ROOT / "benchmarks" / "memory.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    return load_script("benchmarks/memory")
 
 
 @pytest.fixture(scope="module")

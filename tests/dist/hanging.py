@@ -1,23 +1,17 @@
 """launch/train.py with a fault: rank 1 never comes back from reading the window of step 3. Used by test_guard.py."""
 
-import importlib.util
 import os
 import sys
 import time
-from pathlib import Path
 
-LAUNCH = Path(__file__).resolve().parents[2] / "launch" / "train.py"
+from scripts import load_script
 
 
 def main() -> int:
     from tonnage.runtime.logs import quiet_libraries
 
     quiet_libraries()
-    sys.path.insert(0, str(LAUNCH.parent))
-    spec = importlib.util.spec_from_file_location("launch_train", LAUNCH)
-    train = importlib.util.module_from_spec(spec)
-    sys.modules["launch_train"] = train
-    spec.loader.exec_module(train)
+    train = load_script("launch/train")
     train.__file__ = __file__  # what the ranks are started with
     from tonnage.train.source import PreparedSource
 

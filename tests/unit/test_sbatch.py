@@ -1,6 +1,5 @@
 """The batch script and the manifest: their exact text, every key in them, and what bash makes of the end of a job."""
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -9,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from scripts import load_script
 
 from tonnage.config.compose import ROOT, compose_config, schema_fields
 from tonnage.errors import ConfigError, DoesNotFit
@@ -64,11 +64,7 @@ def script(*overrides, **changes):
 
 @pytest.fixture(scope="module")
 def submit():
-    spec = importlib.util.spec_from_file_location("launch_submit", ROOT / "launch" / "submit.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    return load_script("launch/submit")
 
 
 # ---- the text

@@ -59,6 +59,11 @@ def set_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
             group["lr"] = learning_rate
 
 
+def is_eight_bit(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it is `engines.eight_bit.AdamW8bit`, whose import takes torchao: told by what only that has."""
+    return hasattr(optimizer, "pieces")
+
+
 @contextmanager
 def inference(model: nn.Module) -> Iterator[None]:
     """Without dropout and gradients; back to training however it is left."""

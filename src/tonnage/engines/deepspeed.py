@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tonnage.engines.base import Parts, StepOutcome, materialise, set_rate
+from tonnage.engines.base import Parts, StepOutcome, is_eight_bit, materialise, set_rate
 from tonnage.models.build import DTYPES, full_shape
 from tonnage.runtime.extensions import settle_builds
 from tonnage.runtime.logs import library_prints, redirect
@@ -101,8 +101,8 @@ class DeepSpeedEngine:
 
     @property
     def eight_bit(self) -> bool:
-        """The optimizer is `engines.eight_bit.AdamW8bit`: states per parameter, not per flat tensor."""
-        return hasattr(self.torch_optimizer, "pieces")
+        """States are per parameter, not per flat tensor."""
+        return is_eight_bit(self.torch_optimizer)
 
     def _make_pieces(self):
         """Give each trained parameter's part of this rank 8-bit states of its own.

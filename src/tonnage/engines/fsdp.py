@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from tonnage.engines.base import Parts, StepOutcome, materialise, set_rate
+from tonnage.engines.base import Parts, StepOutcome, is_eight_bit, materialise, set_rate
 from tonnage.models.build import DTYPES, decoder_layers
 
 INITIAL_LOSS_SCALE = 2.0**16
@@ -159,7 +159,7 @@ class FsdpEngine:
 
     def fill_states(self, parameter: nn.Parameter, states: dict[str, torch.Tensor], num_steps: int) -> None:
         own = self.optimizer.state[parameter]
-        eight_bit = hasattr(self.optimizer, "_new_buffer")  # torchao: it quantises what is copied in
+        eight_bit = is_eight_bit(self.optimizer)  # it quantises what is copied in
         for name, tensor in states.items():
             own[name] = (self.optimizer._new_buffer(parameter, signed=name == "exp_avg") if eight_bit else
                          torch.zeros_like(parameter))
