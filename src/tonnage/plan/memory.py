@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 
-from tonnage.facts.sizes import NORM_PARTS, VOCAB_BLOCK
+from tonnage.facts.sizes import VOCAB_BLOCK
 from tonnage.plan.activations import Played, Style, layer_tape, play
 from tonnage.plan.job import Job, adapted_names
 from tonnage.plan.spread import Spread, spread_of
@@ -71,8 +71,8 @@ def loss_bytes(job: Job) -> LossBytes:
         return LossBytes(hidden + logits * (8 + cast), hidden + max(logits * 12, logits * c + head * c), hidden)
     chunk = min(job.loss_chunk_tokens, tokens) * a.vocab
     product = min(VOCAB_BLOCK, a.vocab) * a.hidden * c if job.trains_head else 0
-    # in fp32 beside what the product gave, or beside the exponentials of a part of the words
-    logits = chunk * (4 + max(cast, 4 / NORM_PARTS))
+    # in fp32 beside what the product gave, or beside the exponentials of a block of words
+    logits = chunk * (4 + max(cast, 4 * min(1, VOCAB_BLOCK / a.vocab)))
     return LossBytes(2 * hidden + 4 * head + logits + product, hidden + head * (4 + cast), hidden)
 
 

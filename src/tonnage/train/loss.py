@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from tonnage.data.collate import MicroBatch
 from tonnage.errors import ConfigError
-from tonnage.facts.sizes import NORM_PARTS, VOCAB_BLOCK
+from tonnage.facts.sizes import VOCAB_BLOCK
 
 
 class ChunkedLinearCrossEntropy(torch.autograd.Function):
@@ -58,10 +58,13 @@ class ChunkedLinearCrossEntropy(torch.autograd.Function):
 
 
 def _log_norm(logits_CV):
-    """log sum exp over the vocabulary, by parts: torch.logsumexp makes a second tensor of all logits."""
+    """log sum exp over the vocabulary, block by block: torch.logsumexp makes a second tensor of all logits.
+
+    A vocabulary of one block is summed in torch's own order: AdamW makes 1e-4 of the last digits of small gradients.
+    """
     most_C = logits_CV.amax(dim=-1)
     sum_C = torch.zeros_like(most_C)
-    for block in logits_CV.split(-(-logits_CV.shape[1] // NORM_PARTS), dim=1):
+    for block in logits_CV.split(VOCAB_BLOCK, dim=1):
         sum_C += (block - most_C[:, None]).exp_().sum(dim=-1)
     return most_C + sum_C.log()
 
