@@ -135,6 +135,7 @@ def measure(case: Case, folder: str) -> dict:
     import torch.distributed as dist
 
     from tonnage.data.collate import collate
+    from tonnage.report.console import StepProgress
     from tonnage.trace.tracker import PHASES, Tracker
     from tonnage.trace.window import book_fsdp, loss_phase, tracked_window
     from tonnage.train.loop import run_window
@@ -149,7 +150,8 @@ def measure(case: Case, folder: str) -> dict:
     rows = rows_of(case, folder)
     session = SimpleNamespace(config=config, cut=layout.cut, world_size=1, rank=0, pad_token=0, flat=False,
                               group=dist.group.WORLD, engine=engine, head=head, peak_rate=LEARNING_RATE,
-                              num_steps=NUM_STEPS)
+                              num_steps=NUM_STEPS, progress=StepProgress(NUM_STEPS, 0, show=False),
+                              stop_agreed=lambda: False)
     losses, step_cpu_s = [], []
     for step in range(1, NUM_STEPS):
         started = time.process_time()

@@ -2,7 +2,7 @@
 
 A micro-step is the longer of the GPU's work and the host's launches; gathers and reductions hide behind the work where
 the engine prefetches. `MATMUL_FRACTION`, `ROUTED_FRACTION` and `PCIE_FRACTION` were fitted, on half of the published
-rows (`is_fitted`); the rest is counted or taken from its source. `python -m tonnage.plan.speed` prints both halves.
+rows (`is_fitted`); the rest is counted or taken from its source. `launch/plan.py --validate` prints both halves.
 What it does not know: the hooks of DeepSpeed, with which micro-batches below 2,000 tokens are 2 to 4 times slower.
 Worth reading: EleutherAI, Transformer Math 101 (https://blog.eleuther.ai/transformer-math/).
 """
@@ -311,8 +311,3 @@ def summary(comparisons: list[Comparison]) -> list[tuple[str, int, float, float,
     return [(name, len(items), median(item.factor for item in items),
              sorted(item.factor for item in items)[math.ceil(0.9 * len(items)) - 1],
              median(item.predicted / item.measured for item in items)) for name, items in named.items() if items]
-
-
-if __name__ == "__main__":
-    for name, number, middle, high, bias in summary(compare()):
-        print(f"{name:62} {number:4} rows  median x{middle:.2f}  90 % x{high:.2f}  predicted/measured {bias:.2f}")

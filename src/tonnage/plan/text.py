@@ -37,13 +37,19 @@ def _heading(config, plan):
 
 def memory_lines(plan: Plan) -> list[str]:
     """Columns of phases, rows of terms, in GiB."""
-    phases = plan.memory.phases
-    names = list(dict.fromkeys(name for phase in PHASES for name in phases[phase] if phases[phase][name] >= 0.0005 * GIB))
-    lines = [f"{'GiB on one GPU':36}" + "".join(f"{phase:>10}" for phase in PHASES)]
-    for name in names:
-        lines.append(f"  {name:34}" + "".join(f"{phases[phase][name] / GIB:10.3f}" if name in phases[phase] else f"{'':10}"
-                                              for phase in PHASES))
-    return [*lines, f"  {'total':34}" + "".join(f"{sum(phases[phase].values()) / GIB:10.3f}" for phase in PHASES)]
+    phases = {phase: plan.memory.phases[phase] for phase in PHASES}
+    return [*_sheet(phases), _row("total", (sum(terms.values()) for terms in phases.values()))]
+
+
+def _sheet(columns):
+    """A heading and a row for each term that is at least half a MiB somewhere."""
+    names = dict.fromkeys(name for terms in columns.values() for name, size in terms.items() if size >= 0.0005 * GIB)
+    return [f"{'GiB on one GPU':36}" + "".join(f"{phase:>10}" for phase in columns),
+            *(_row(name, (terms.get(name) for terms in columns.values())) for name in names)]
+
+
+def _row(name, sizes):
+    return f"  {name:34}" + "".join(" " * 10 if size is None else f"{size / GIB:10.3f}" for size in sizes)
 
 
 def _verdict_lines(plan):
@@ -131,17 +137,15 @@ def trace_dict(plan: Plan, traced) -> dict:
 
 def describe_trace(plan: Plan, traced) -> str:
     """Traced and predicted peaks, and what the traced ones are made of."""
-    categories = [name for name in next(iter(traced.phases.values())).by_category
-                  if any(peak.by_category[name] >= 0.0005 * GIB for peak in traced.phases.values())]
-    lines = [f"{'GiB on one GPU':36}" + "".join(f"{phase:>10}" for phase in traced.phases)]
-    for name in categories:
-        lines.append(f"  {name:34}" + "".join(f"{peak.by_category[name] / GIB:10.3f}" for peak in traced.phases.values()))
     totals = {phase: peak.total for phase, peak in traced.phases.items()}
     predicted = {phase: sum(plan.memory.phases[phase].values()) for phase in totals}
-    lines += [f"  {'traced':34}" + "".join(f"{size / GIB:10.3f}" for size in totals.values()),
-              f"  {'predicted':34}" + "".join(f"{size / GIB:10.3f}" for size in predicted.values()),
-              f"  {'predicted / traced':34}" + "".join(f"{predicted[phase] / totals[phase]:10.3f}" for phase in totals),
-              f"peak: traced {max(totals.values()) / GIB:.3f} GiB, predicted {max(predicted.values()) / GIB:.3f} GiB "
-              f"({max(predicted.values()) / max(totals.values()) - 1:+.1%}); {traced.seconds:.0f} s, "
-              f"{traced.tracer_peak_gib:.2f} GiB of this machine's memory"]
-    return "\n".join(lines)
+    blocks = [f"  {category}: {count} x {size / 2**20:.1f} MiB{maker and f' of {maker}'}"
+              for category, maker, size, count in traced.peak.largest]
+    return "\n".join([
+        *_sheet({phase: peak.by_category for phase, peak in traced.phases.items()}),
+        _row("traced", totals.values()), _row("predicted", predicted.values()),
+        f"  {'predicted / traced':34}" + "".join(f"{predicted[phase] / totals[phase]:10.3f}" for phase in totals),
+        f"peak: traced {traced.peak.total / GIB:.3f} GiB, predicted {max(predicted.values()) / GIB:.3f} GiB "
+        f"({max(predicted.values()) / traced.peak.total - 1:+.1%}); {traced.seconds:.0f} s, "
+        f"{traced.tracer_peak_gib:.2f} GiB of this machine's memory",
+        "largest blocks at the peak:", *blocks])
