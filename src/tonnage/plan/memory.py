@@ -69,10 +69,10 @@ def loss_bytes(job: Job) -> LossBytes:
     if job.loss == "plain":
         logits = tokens * a.vocab
         return LossBytes(hidden + logits * (8 + cast), hidden + max(logits * 12, logits * c + head * c), hidden)
-    chunk = min(job.loss_chunk_tokens, tokens) * a.vocab
-    product = min(VOCAB_BLOCK, a.vocab) * a.hidden * c if job.trains_head else 0
+    chunk, block = min(job.loss_chunk_tokens, tokens), min(VOCAB_BLOCK, a.vocab)
+    product = block * a.hidden * c if job.trains_head else 0
     # in fp32 beside what the product gave, or beside the exponentials of a block of words
-    logits = chunk * (4 + max(cast, 4 * min(1, VOCAB_BLOCK / a.vocab)))
+    logits = chunk * (4 * a.vocab + max(cast * a.vocab, 4 * block))
     return LossBytes(2 * hidden + 4 * head + logits + product, hidden + head * (4 + cast), hidden)
 
 
