@@ -3,7 +3,7 @@ PYTHON ?= python3
 PY := .venv/bin/python
 export TOKENIZERS_PARALLELISM := true
 
-.PHONY: setup demo test test-slow test-all test-cluster checks docs equivalence kill-test readme validate bench-trl \
+.PHONY: setup demo test test-slow test-all test-cluster notebook checks docs equivalence kill-test readme validate bench-trl \
 	bench-overhead bench-plan docs-memory
 
 setup: .venv/ready
@@ -28,6 +28,10 @@ test: setup
 
 test-slow: setup
 	$(PY) -m pytest tests -m slow
+
+# recipes/plan_train_look.ipynb, every cell of it
+notebook: setup
+	$(PY) -m pytest tests/contract/test_container.py -k notebook -m ""
 
 # a real SLURM of two nodes on this machine, as root; fails where it cannot be had
 test-cluster: setup

@@ -8,6 +8,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -117,6 +118,18 @@ def losses(run):
     """Step -> loss, of the last attempt at each step."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return {line["step"]: line["loss"] for line in lines if "loss" in line}
+
+
+def rank_of(run, rank):
+    """Process id of a rank: nodes share the processes of this machine."""
+    for place in Path("/proc").glob("[0-9]*"):
+        try:
+            words, env = (place / "cmdline").read_text().split("\0"), (place / "environ").read_text().split("\0")
+        except OSError:  # it has ended
+            continue
+        if f"RANK={rank}" in env and f"run={run}" in words and any(word.endswith("launch/train.py") for word in words[:3]):
+            return int(place.name)
+    raise AssertionError(f"no rank {rank} of {run}")
 
 
 def done_after(run, starts, steps=STEPS):
@@ -257,6 +270,18 @@ def test_a_node_dies_and_the_job_goes_on_from_the_newest_checkpoint(cluster, who
     subprocess.run([cluster.state / "node_start", "node2"], check=True)
     cluster.ended(run, job)
     assert "at step-00000004" in (run / "jobs").read_text()
+    assert done_after(run, 2) and equal(run, whole[0])
+
+
+def test_a_rank_dies_and_is_started_again_within_the_job(cluster, whole):
+    run, job = cluster.submit("rank-lost", "cluster.max_restarts=1", "checkpoint.every_steps=4", step_s=SLOW_S)
+    cluster.until_step(run, 6)
+    os.kill(rank_of(run, 1), signal.SIGKILL)
+    cluster.say("rank 1 is dead")
+    cluster.ended(run, job)
+    assert "requeued" not in (run / "jobs").read_text()
+    restart = yaml.safe_load((run / "attempts" / "002.yaml").read_text())["restart"]
+    assert (restart["number"], restart["of"], restart["from_step"]) == (1, 1, 4)
     assert done_after(run, 2) and equal(run, whole[0])
 
 

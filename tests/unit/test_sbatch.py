@@ -96,6 +96,7 @@ def test_the_whole_text(launcher, command, tasks):
     ("cluster.sbatch_lines=['--mail-type=FAIL','--mem=0']",
      "#SBATCH --requeue\n#SBATCH --mail-type=FAIL\n#SBATCH --mem=0\n"),
     ("cluster.requeue=false", "#SBATCH --no-requeue\n"),
+    ("cluster.max_restarts=2", 'tonnage.runtime.supervisor run="$RUN" restarts=2 -- \\\n  srun --kill-on-bad-exit=0'),
     ("cluster.starts_without_checkpoint=7", "STARTS=7 REQUEUE=true\n")])
 def test_every_key_reaches_the_script(override, expected):
     key, _, value = override.partition("=")
@@ -106,7 +107,7 @@ def test_every_key_reaches_the_script(override, expected):
 
 
 def test_no_key_of_the_cluster_is_forgotten(submit, tmp_path):
-    elsewhere = {"name", "gpus_per_node", "network_gb_s", "timeout_s", "hang_s", "max_restarts", "launcher", "memory_gib",
+    elsewhere = {"name", "gpus_per_node", "network_gb_s", "timeout_s", "hang_s", "launcher", "memory_gib",
                  "lead_s", "array_limit"}
     tested = Path(__file__).read_text()
     keys = {name.removeprefix("cluster.") for name in schema_fields() if name.startswith("cluster.")}

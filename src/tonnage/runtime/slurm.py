@@ -180,7 +180,7 @@ def _exports(cluster):
 
 
 def _ranks(config, job):
-    """The one `srun`: a launcher on each node, or each rank."""
+    """The one `srun`: a launcher on each node, or each rank; under the supervisor where it may start them again."""
     cluster = config.cluster
     script = 'launch/train.py "$@"'
     launchers = {
@@ -195,7 +195,9 @@ def _ranks(config, job):
     words = " ".join(['"run=$RUN"', *map(shlex.quote, job.words)])
     extra = "".join(f" {shlex.quote(word)}" for word in cluster.srun_args)
     container = f" {cluster.container}" if cluster.container else ""
-    return (f'{hosts}srun --kill-on-bad-exit=0 --wait={OTHERS_END_S} --open-mode=append '
+    above = (f'"$PYTHON" -m tonnage.runtime.supervisor run="$RUN" restarts={cluster.max_restarts} -- \\\n  '
+             if cluster.max_restarts else "")
+    return (f'{hosts}{above}srun --kill-on-bad-exit=0 --wait={OTHERS_END_S} --open-mode=append '
             f'--output="$RUN/logs/%N.log"{extra}{container} bash -c \\\n'
             f"  'exec \"$PYTHON\" {launchers[cluster.launcher]}' rank {words} &\n")
 
