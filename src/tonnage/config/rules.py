@@ -69,6 +69,16 @@ def _broken_rules(config, gpus, per_node, device, strategy):
          f"time-out ends the run before the rank at fault is named; use auto"),
         (config.gpu.name == "other" and config.gpu.memory_gib is None,
          "gpu.memory_gib: must be given for gpu=other: what torch sees of its memory, in GiB"),
+        (config.adapter.quantise != "none" and config.adapter.name in ("full", "dora"),
+         f"adapter.quantise={config.adapter.quantise}: not with adapter={config.adapter.name}, which "
+         f"{'trains' if config.adapter.name == 'full' else 'needs the norms of'} the weights themselves; use adapter=lora, "
+         f"rslora or qlora"),
+        (config.adapter.quantise == "none" and config.adapter.name == "qlora",
+         "adapter.quantise=none: adapter=qlora is LoRA on quantised weights; use adapter=lora"),
+        ("experts" in config.adapter.targets and config.adapter.name == "dora",
+         "adapter.targets=experts: not with adapter=dora; use adapter=lora"),
+        (config.adapter.targets == ["experts"],
+         "adapter.targets=[experts]: adapts experts beside linear layers; use adapter.targets=[all-linear,experts]"),
         (not config.adapter.targets, "adapter.targets=[]: names nothing to adapt; use adapter.targets=[all-linear]"),
         (len(set(config.model.new_tokens)) < len(config.model.new_tokens) or "" in config.model.new_tokens,
          f"model.new_tokens={config.model.new_tokens}: must be different and not empty"),

@@ -79,12 +79,17 @@ class Model:
 
 @section
 class Adapter:
-    name: Literal["full", "lora", "dora", "rslora"] = key("lora", "what is trained: every weight, or an adapter")
+    name: Literal["full", "lora", "dora", "rslora", "qlora"] = key(
+        "lora", "what is trained: every weight, or an adapter; qlora is lora with quantise=nf4")
+    quantise: Literal["none", "nf4", "int8", "fp8"] = key(
+        "none", "how the frozen matrices of the decoder are kept: none is the compute precision; fp8 keeps files in "
+                "DeepSeek-V3's format as they are")
     rank: Count = key(16, "rank r of the two adapter matrices")
     alpha: Positive = key(32.0, "scale: the update is alpha/rank (rslora: alpha/sqrt(rank)) times B A")
     dropout: Decay = key(0.0, "dropout on the adapter's input; above 0, exactness across cuts is not claimed")
     targets: list[str] = key(["all-linear"], "linear layers to adapt, by the end of their names; all-linear: every "
-                                             "linear layer of the decoder but routers and the head")
+                                             "linear layer of the decoder but routers and the head; experts: the "
+                                             "routed experts, too")
 
 
 @section

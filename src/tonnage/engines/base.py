@@ -30,7 +30,7 @@ class Parts:
     """How an engine gets a model, in this order.
 
     `build(trained_dtype)`: the empty model, called under the engine's own device context.
-    `load(model, device)`: its weights, once parameters are spread.
+    `load(model, device)`: storage for what is on meta and the weights, once parameters are spread.
     `optimizer(model)`: over the trained parameters.
     `start(model, engine)`: what is trained from the beginning (adapters), by the engine's `whole` and `fill`.
     """
@@ -39,15 +39,6 @@ class Parts:
     load: Callable[[nn.Module, torch.device], None]
     optimizer: Callable[[nn.Module], torch.optim.Optimizer]
     start: Callable[[nn.Module, "Engine"], None]
-
-
-def materialise(model: nn.Module, device: torch.device) -> None:
-    """Give storage (zeros) to parameters that no file fills: those still on meta after loading."""
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None and parameter.device.type == "meta":
-                empty = torch.zeros_like(parameter, device=device)
-                module._parameters[name] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
 
 
 def set_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:

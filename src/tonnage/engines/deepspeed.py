@@ -14,8 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tonnage.engines.base import Parts, StepOutcome, is_eight_bit, materialise, set_rate
+from tonnage.engines.base import Parts, StepOutcome, is_eight_bit, set_rate
 from tonnage.models.build import DTYPES, full_shape
+from tonnage.models.load import materialise
 from tonnage.runtime.extensions import settle_builds
 from tonnage.runtime.logs import library_prints, redirect
 
@@ -44,24 +45,19 @@ class DeepSpeedEngine:
     def __init__(self, *, settings: dict, precision: str, clip_norm: float | None, device: torch.device):
         self.settings, self.precision, self.clip_norm, self.device = settings, precision, clip_norm, device
         self.stage = settings["zero_optimization"]["stage"]
-        self.deepspeed = import_deepspeed(device)
+        self.deepspeed, self._partitioned = import_deepspeed(device), None
         dist.barrier()  # no rank builds before all have looked for stale locks
 
     def prepare(self, parts: Parts) -> None:
         from transformers.integrations import HfDeepSpeedConfig
 
         self.deepspeed.init_distributed(dist_backend=dist.get_backend(), verbose=False)
-        trained_dtype = DTYPES[self.precision]
-        if self.stage == 3:
-            # transformers partitions while it builds and loads, as long as this object is alive
-            self._partitioning = HfDeepSpeedConfig(self.settings)
-            model = parts.build(trained_dtype)
-        else:
-            with torch.device("meta"):
-                model = parts.build(trained_dtype)
-        home = torch.device("cpu") if self.stage == 3 else self.device
-        parts.load(model, home)
-        materialise(model, home)
+        with torch.device("meta"):
+            model = parts.build(DTYPES[self.precision])
+        if self.stage == 3:  # module by module: no rank ever holds the model
+            materialise(model, self.device, self._partition)
+            self._told = HfDeepSpeedConfig(self.settings)  # by this, while it lives, transformers knows of the partitions
+        parts.load(model, self.device)
         optimizer = parts.optimizer(model)
         with library_prints():
             self.core, self.optimizer, _, _ = self.deepspeed.initialize(
@@ -69,6 +65,15 @@ class DeepSpeedEngine:
         self.model = self.core.module
         self._make_states()
         parts.start(model, self)
+
+    def _partition(self, module):
+        """Leave this rank its slice of the parameters that `module` itself has."""
+        own = [parameter for parameter in module.parameters(recurse=False) if not hasattr(parameter, "ds_id")]
+        if own and self._partitioned is None:
+            self.deepspeed.zero.Init(module=nn.ParameterList(own), config_dict_or_path=self.settings)
+            self._partitioned = own[0]
+        elif own:
+            self._partitioned.convert_to_zero_parameters(param_list=own)
 
     def _flat_parameters(self):
         """The flat fp32 tensors that the optimizer updates, this rank's part of all trained parameters."""

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from tonnage.engines.base import Parts, StepOutcome, is_eight_bit, materialise, set_rate
+from tonnage.engines.base import Parts, StepOutcome, is_eight_bit, set_rate
 from tonnage.models.build import DTYPES, decoder_layers
 
 INITIAL_LOSS_SCALE = 2.0**16
@@ -48,7 +48,6 @@ class FsdpEngine:
         self._shard(model)
         home = torch.device("cpu") if self.offload else self.device
         parts.load(model, home)
-        materialise(model, home)
         for module in model.modules():  # parameters may live on the host, buffers are used where they are
             for name, buffer in module._buffers.items():
                 if buffer is not None:

@@ -6,7 +6,7 @@ choices. No torch here.
 
 from dataclasses import dataclass
 
-ALL_ADAPTERS = ("full", "lora", "dora", "rslora")
+ALL_ADAPTERS = ("full", "lora", "dora", "rslora", "qlora")
 ALL_OPTIMIZERS = ("adamw", "adamw8bit", "sgd")
 
 

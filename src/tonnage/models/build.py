@@ -16,8 +16,11 @@ from torch import nn
 
 from tonnage.config.schema import Adapter, Model
 from tonnage.errors import ConfigError, ModelError
+from tonnage.models.experts import TunedExperts, add_expert_adapter, expert_modules, expert_parts, matrices, tune
+from tonnage.models.quantised import QuantisedLinear, quantise_module
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
+EXPERTS = "experts"  # the word of adapter.targets for routed experts
 ATTENTION = {"sdpa": "sdpa", "flash": "flash_attention_2", "eager": "eager", "flex": "flex_attention"}
 
 
@@ -43,11 +46,14 @@ def build_model(folder: str, model: Model, adapter: Adapter, attention: str, fro
     if (Path(folder) / "generation_config.json").is_file():
         built.generation_config = GenerationConfig.from_pretrained(folder)
     built.tie_weights()  # on meta that is left out, and an engine would take one weight for two
+    # from_pretrained does this, from_config does not; what is trained has one precision
+    keep = [*built.named_buffers(), *(built.named_parameters() if adapter.name != "full" else ())]
+    for name, tensor in keep:
+        if any(word in name for word in built._get_dtype_plan(dtype)):
+            tensor.data = tensor.data.float()
+    if adapter.quantise != "none":
+        quantise(built, adapter.quantise)
     if adapter.name != "full":
-        # from_pretrained does this, from_config does not
-        for name, parameter in built.named_parameters():
-            if any(word in name for word in built._get_dtype_plan(dtype)):
-                parameter.data = parameter.data.float()
         built = add_adapter(built, adapter, trains_embeddings=bool(model.new_tokens), dtype=trained_dtype)
     if model.activation_checkpointing == "full":
         # reentrant checkpointing needs an input that requires grad, and reduces twice under ZeRO-2
@@ -91,16 +97,24 @@ def add_adapter(model: nn.Module, adapter: Adapter, trains_embeddings: bool, dty
     """`model` with a peft adapter on its targets; embeddings and head are trained too where tokens are new."""
     from peft import LoraConfig, get_peft_model
 
-    saved = None
+    base, saved = model, None
     if trains_embeddings:
         saved = [name for name, module in model.named_modules()
                  if module in (model.get_input_embeddings(), model.get_output_embeddings())]
+    linears = [word for word in adapter.targets if word != EXPERTS]
     peft_config = LoraConfig(
         r=adapter.rank, lora_alpha=adapter.alpha, lora_dropout=adapter.dropout, bias="none", task_type="CAUSAL_LM",
         use_dora=adapter.name == "dora", use_rslora=adapter.name == "rslora",
-        target_modules=adapter_targets(model, adapter.targets), modules_to_save=saved, ensure_weight_tying=bool(saved))
+        target_modules=adapter_targets(model, linears), modules_to_save=saved, ensure_weight_tying=bool(saved))
     with exact_targets():
         wrapped = get_peft_model(model, peft_config, autocast_adapter_dtype=False)
+    if EXPERTS in adapter.targets:
+        found = expert_modules(base)
+        if not found:
+            raise ConfigError("adapter.targets=experts: this model has no routed experts; leave it out")
+        scale = adapter.alpha / (math.sqrt(adapter.rank) if adapter.name == "rslora" else adapter.rank)
+        for experts in found.values():
+            add_expert_adapter(experts, adapter.rank, scale, adapter.dropout, dtype)
     for parameter in wrapped.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(dtype)
@@ -137,24 +151,43 @@ def decoder_layers(model: nn.Module) -> nn.ModuleList:
     return max(lists, key=len)
 
 
-def adapter_targets(model: nn.Module, wanted: list[str]) -> list[str]:
-    """Full names of the linear layers to adapt.
+def decoder_linears(model: nn.Module) -> tuple[dict[str, nn.Linear], list[str]]:
+    """Linear layers of the decoder by name, and the names of those that are no routers.
 
-    `all-linear` is every linear layer of the decoder but routers (a linear beside `experts`, which would change what
-    each expert sees). A name matches the end of module names.
-
-    Raises:
-        ConfigError: a name that matches no linear layer.
+    A router is a linear layer beside `experts`: to change it changes what each expert sees.
     """
     layers = decoder_layers(model)
     prefix = next(name for name, module in model.named_modules() if module is layers)
     routers = {id(child) for parent in model.modules() if hasattr(parent, "experts")
                for child in parent.children() if child is not parent.experts and isinstance(child, nn.Linear)}
     linears = {f"{prefix}.{name}": module for name, module in layers.named_modules() if isinstance(module, nn.Linear)}
+    return linears, [name for name, module in linears.items() if id(module) not in routers]
+
+
+def quantise(model: nn.Module, base: str) -> None:
+    """Keep the decoder's linear layers, routers left out, and routed experts in format `base`."""
+    linears, names = decoder_linears(model)
+    for name in names:
+        if type(linears[name]) is nn.Linear:
+            quantise_module(linears[name], QuantisedLinear, ["weight"], base)
+    for experts in expert_modules(model).values():
+        tune(experts)
+        quantise_module(experts, TunedExperts, matrices(experts), base, expert_parts)
+
+
+def adapter_targets(model: nn.Module, wanted: list[str]) -> list[str]:
+    """Full names of the linear layers to adapt.
+
+    `all-linear` is every linear layer of the decoder but routers. A name matches the end of module names.
+
+    Raises:
+        ConfigError: a name that matches no linear layer.
+    """
+    linears, no_routers = decoder_linears(model)
     chosen = []
     for word in wanted:
         if word == "all-linear":
-            found = [name for name, module in linears.items() if id(module) not in routers]
+            found = no_routers
         else:
             found = [name for name in linears if name == word or name.endswith("." + word)]
         if not found:

@@ -18,7 +18,7 @@ import xxhash
 from tonnage.config.schema import Model
 from tonnage.errors import ModelError
 from tonnage.models.build import read_config
-from tonnage.models.load import weight_files
+from tonnage.models.shards import Checkpoint, weight_files
 from tonnage.runtime.cache import cache_root
 from tonnage.runtime.paths import may_be_hub_id, missing
 
@@ -73,7 +73,7 @@ def _check_folder(folder, model):
     if not (folder / "config.json").is_file():
         raise ModelError(f"model.path={model.path}: no config.json in {folder}; point it at a Hugging Face model folder")
     read_config(str(folder), model.trust_remote_code)
-    weight_files(str(folder), model.allow_pickle)
+    Checkpoint(str(folder), model.allow_pickle)
 
 
 def folder_identity(folder: str, allow_pickle: bool = False) -> str:

@@ -1,76 +1,211 @@
 """Weights into a built model, whatever an engine has made of its parameters, and adapters from a seed.
 
-transformers' own loader does the reading (it fuses experts, renames keys and reads only a rank's slices of sharded
-parameters), on a twin of the model without adapters that borrows its parameters. Its entry points used here are
-private: they are touched in this module only, against transformers 5.24 (see requirements.txt).
+A rank keeps a contiguous range of each parameter: all of it, some rows (FSDP2), a slice of the flattened tensor (ZeRO-3).
+It reads the rows that cover this range, a few at a time, so the host holds little more than what it keeps.
 """
 
 import hashlib
-import json
 import math
-from pathlib import Path
+from collections.abc import Callable, Iterator
 
 import torch
+import torch.distributed as dist
+from rich.progress import Progress
 from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from tonnage.errors import ModelError
+from tonnage.models.build import full_shape
+from tonnage.models.quantised import Kept
+from tonnage.models.shards import Checkpoint, Source, find_sources
 
 WRAPPERS = (".base_layer", ".original_module")
+AT_ONCE_BYTES = 1 << 26
+SHOW_BYTES = 1 << 31  # reading less takes no time to speak of
 
 
 def load_weights(model: nn.Module, folder: str, device: torch.device, allow_pickle: bool = False) -> None:
-    """Fill every base parameter and buffer of `model` from the safetensors of `folder`.
+    """Give storage to what is on meta, and fill every base parameter and buffer of `model` from the files of `folder`.
 
-    Parameters may be empty on meta, real, DTensors or partitioned by ZeRO-3.
+    Parameters may be DTensors or partitioned by ZeRO-3; those that no file is for (adapters) become zeros.
 
     Raises:
         ModelError: files that are missing or broken, a parameter that no file has, a shape that does not fit.
     """
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.modeling_utils import LoadStateDictConfig
-
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    with torch.device("meta"):
-        twin = type(base)(base.config)
-    places = _borrow_parameters(base, twin)
-    config = LoadStateDictConfig(pretrained_model_name_or_path=folder, dtype=base.dtype,
-                                 dtype_plan=twin._get_dtype_plan(base.dtype), device_map={"": device},
-                                 weight_mapping=get_model_conversion_mapping(twin), ignore_mismatched_sizes=True)
-    try:
-        info, _ = type(twin)._load_pretrained_model(twin, None, weight_files(folder, allow_pickle), config)
-        missing = _untied(twin, info.missing_keys)
-        if missing or info.mismatched_keys or info.error_msgs or info.conversion_errors:
-            raise ModelError(_loading_fault(folder, missing, info))
-        type(twin)._finalize_model_loading(twin, config, info)
-    except ModelError:
-        raise
-    except Exception as error:  # safetensors raises its own type, transformers plain RuntimeErrors
-        raise ModelError(f"model.path={folder}: the weights cannot be read: {error}") from error
-    _return_parameters(twin, places)
-
-
-def weight_files(folder: str, allow_pickle: bool = False) -> list[str]:
-    """The weight files of a model folder, complete: safetensors, or pickles where there are only those and allowed.
-
-    Raises:
-        ModelError: there are none, or one that the index names is missing.
-    """
-    index = single = None
-    for stem in ("model.safetensors", "pytorch_model.bin")[:1 + allow_pickle]:
-        index, single = Path(folder) / f"{stem}.index.json", Path(folder) / stem
-        if index.is_file() or single.is_file():
-            break
-    if not index.is_file():
-        if not single.is_file():
-            raise ModelError(f"model.path={folder}: no model.safetensors and no index of shards; point model.path at "
-                             f"a folder with safetensors, or set model.allow_pickle=true for pickle files")
-        return [str(single)]
-    names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    missing = [name for name in names if not (Path(folder) / name).is_file()]
+    materialise(model, device)
+    targets = [target for target in _targets(base) if not _is_adapter(target[0])]
+    plain = {name for name, *_ in targets}
+    checkpoint = Checkpoint(folder, allow_pickle)
+    sources = find_sources(checkpoint, base, plain)
+    by_tensor = {}  # a tied weight has two names, and may be in the files under either
+    for name, shape, tensors, kept in targets:
+        by_tensor.setdefault(id(tensors[0]), []).append((name, shape, tensors, kept))
+    missing = [named[0][0] for named in by_tensor.values() if not any(name in sources for name, *_ in named)]
     if missing:
-        raise ModelError(f"model.path={folder}: {len(missing)} of {len(names)} shards are missing: "
-                         f"{', '.join(missing[:5])}; fetch them again")
-    return [str(Path(folder) / name) for name in names]
+        raise ModelError(f"model.path={folder}: {len(missing)} parameters are in no file, first {', '.join(missing[:3])}; "
+                         f"the files are of another model or incomplete")
+    total = sum(math.prod(named[0][1]) for named in by_tensor.values()) * 2
+    with torch.no_grad(), _progress(total) as advance:
+        for named in by_tensor.values():
+            name, shape, tensors, kept = next(one for one in named if one[0] in sources)
+            source = sources.pop(name)  # what it has computed goes with it
+            if tuple(source.shape) != tuple(shape):
+                raise ModelError(f"model.path={folder}: {name} has shape {list(source.shape)}, config.json says "
+                                 f"{list(shape)}; weights and config.json do not belong together")
+            try:
+                _fill_kept(source, tensors, kept, device) if kept else _fill(source, tensors[0])
+            except OSError as error:
+                raise ModelError(f"model.path={folder}: {name} cannot be read: {error}") from error
+            advance(math.prod(shape) * 2)
+    _compute_buffers(base)
+
+
+def materialise(model: nn.Module, device: torch.device, then: Callable[[nn.Module], None] = lambda module: None) -> None:
+    """Give storage, zeros, to parameters and buffers that are on meta; tied ones stay tied.
+
+    Args:
+        then: called with each module, behind those that it holds, before the next one gets storage.
+    """
+    made = {}
+
+    def real(tensor):
+        if id(tensor) not in made:
+            made[id(tensor)] = tensor, _real(tensor, device)  # the old one is held, or another might get its id
+        return made[id(tensor)][1]
+
+    for module in reversed(list(model.modules())):
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
+                if tensor is not None and tensor.device.type == "meta":
+                    tensors[name] = real(tensor)
+        then(module)
+
+
+def _real(tensor, device):
+    if isinstance(tensor, DTensor):
+        local = torch.zeros(tensor._local_tensor.shape, dtype=tensor.dtype, device=device)
+        empty = DTensor.from_local(local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape,
+                                   stride=tensor.stride())
+    else:
+        empty = torch.zeros(tensor.shape, dtype=tensor.dtype, device=device)
+    return nn.Parameter(empty, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+
+
+def _is_adapter(name):
+    return "lora_" in name or ".modules_to_save" in name
+
+
+def _targets(base) -> Iterator[tuple[str, tuple[int, ...], list[torch.Tensor], Kept | None]]:
+    """(plain name, whole shape, tensors that keep it, how it is quantised) of every parameter and stored buffer."""
+    for path, module in base.named_modules():
+        prefix = _plain_name(f"{path}." if path else "")
+        kept = getattr(module, "kept", {})
+        for leaf, one in kept.items():
+            yield prefix + leaf, one.shape, [module._parameters[name] for name in one.names(leaf).values()], one
+        fields = {name for leaf, one in kept.items() for name in one.names(leaf).values()}
+        for name, parameter in module._parameters.items():
+            if parameter is not None and name not in fields:
+                yield prefix + name, full_shape(parameter), [parameter], None
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                yield prefix + name, buffer.shape, [buffer], None
+
+
+class _Part:
+    """The range [start, stop) of a flattened tensor that this rank keeps, and where."""
+
+    def __init__(self, tensor: torch.Tensor):
+        if hasattr(tensor, "ds_tensor"):
+            self.kept = tensor.ds_tensor.data
+            self.start = self.kept.numel() * dist.get_rank()
+            self.stop = min(self.start + self.kept.numel(), tensor.ds_numel)  # the last rank's is padded
+        elif isinstance(tensor, DTensor):
+            self.kept = tensor.to_local().view(-1)
+            shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+            if tuple(shape[1:]) != tuple(tensor.shape[1:]):
+                raise AssertionError(f"sharded over columns: {tensor.placements}")
+            self.start = offset[0] * math.prod(tensor.shape[1:])
+            self.stop = self.start + self.kept.numel()
+        else:
+            self.kept = tensor.detach().view(-1)
+            self.start, self.stop = 0, tensor.numel()
+
+    def rows(self, row_numel: int) -> tuple[int, int]:
+        """The rows that cover the range."""
+        return (self.start // row_numel, math.ceil(self.stop / row_numel)) if self.stop > self.start else (0, 0)
+
+    def put(self, start: int, values: torch.Tensor) -> None:
+        """Copy what is kept of `values`, which begin at `start` of the flattened tensor."""
+        first, last = max(start, self.start), min(start + values.numel(), self.stop)
+        if last > first:
+            self.kept[first - self.start:last - self.start].copy_(values.reshape(-1)[first - start:last - start])
+
+
+def _fill(source: Source, tensor: torch.Tensor) -> None:
+    part, shape = _Part(tensor), source.shape or (1,)
+    row = math.prod(shape[1:])
+    for start, stop in _steps(*part.rows(row), row, 1):
+        part.put(start * row, source.rows(start, stop))
+
+
+def _fill_kept(source: Source, tensors: list[torch.Tensor], kept: Kept, device: torch.device) -> None:
+    """Quantise the rows of which this rank keeps codes or scales."""
+    rows = kept.shape[0]
+    fields = dict(zip(kept.names(""), tensors, strict=True))
+    parts = {field: _Part(tensor) for field, tensor in fields.items()}
+    block = kept.format.block_rows if len(kept.shape) == 2 else 1  # the rows of stacked experts are whole matrices
+    row = {field: math.prod(full_shape(tensor)[1:]) for field, tensor in fields.items()}
+    each = {field: 1 if full_shape(tensor)[0] == rows else block for field, tensor in fields.items()}
+    ranges = [(first * each[field], last * each[field]) for field, part in parts.items()
+              for first, last in [part.rows(row[field])] if last > first]
+    if not ranges:
+        return
+    first, last = min(start for start, _ in ranges) // block * block, min(rows, max(stop for _, stop in ranges))
+    for start, stop in _steps(first, last, math.prod(kept.shape[1:]), block):
+        for field, values in kept.from_rows(source, start, min(rows, math.ceil(stop / block) * block), device).items():
+            parts[field].put(start // each[field] * row[field], values)
+
+
+def _steps(first: int, last: int, row_numel: int, block: int) -> Iterator[tuple[int, int]]:
+    """[first, last) in pieces of whole blocks that take few bytes."""
+    step = max(1, AT_ONCE_BYTES // (2 * row_numel) // block) * block
+    for start in range(first, last, step):
+        yield start, min(start + step, last)
+
+
+def _progress(total: int):
+    """Context: a function to say how many bytes more have been read, shown on rank 0 where it takes a while."""
+    return _Bar(total, total > SHOW_BYTES and (not dist.is_initialized() or dist.get_rank() == 0))
+
+
+class _Bar:
+    def __init__(self, total, show):
+        self.bar = Progress(transient=True, disable=not show)
+        self.task = self.bar.add_task("reading weights", total=total)
+
+    def __enter__(self):
+        self.bar.start()
+        return lambda amount: self.bar.advance(self.task, amount)
+
+    def __exit__(self, *_):
+        self.bar.stop()
+
+
+def _compute_buffers(base: nn.Module) -> None:
+    """Set the buffers that no file holds (rotary frequencies), by the model class's own initialisation."""
+    owners = {module for module in base.modules() if module._non_persistent_buffers_set}
+    before = {}
+    for module in base.modules():
+        before[module] = getattr(module, "_is_hf_initialized", False)
+        module._is_hf_initialized = module not in owners
+    try:
+        with torch.no_grad():
+            base.initialize_weights()
+    finally:
+        for module, value in before.items():
+            module._is_hf_initialized = value
 
 
 def init_adapters(model: nn.Module, seed: int, fill) -> None:
@@ -83,17 +218,17 @@ def init_adapters(model: nn.Module, seed: int, fill) -> None:
     base weight, see `init_dora`.
     """
     for name, parameter in model.named_parameters():
-        if ".lora_A." in name:
-            fill(parameter, kaiming_by_name(name, seed, getattr(parameter, "ds_shape", parameter.shape)))
-        elif ".lora_B." in name:
-            fill(parameter, torch.zeros(getattr(parameter, "ds_shape", parameter.shape)))
+        if "lora_A" in name:
+            fill(parameter, kaiming_by_name(name, seed, full_shape(parameter)))
+        elif "lora_B" in name:
+            fill(parameter, torch.zeros(full_shape(parameter)))
 
 
-def kaiming_by_name(name: str, seed: int, shape: tuple[int, int]) -> torch.Tensor:
-    """Kaiming-uniform (a = sqrt 5) fp32 tensor [rank, in] drawn from a generator of its own."""
+def kaiming_by_name(name: str, seed: int, shape: tuple[int, ...]) -> torch.Tensor:
+    """Kaiming-uniform (a = sqrt 5) fp32 tensor [..., rank, in] drawn from a generator of its own."""
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8]) >> 1)
-    bound = 1 / math.sqrt(shape[1])
+    bound = 1 / math.sqrt(shape[-1])
     return torch.empty(tuple(shape)).uniform_(-bound, bound, generator=generator)
 
 
@@ -123,51 +258,3 @@ def _plain_name(name):
     for word in WRAPPERS:
         name = name.replace(word, "")
     return name
-
-
-def _borrow_parameters(base, twin):
-    """Put `base`'s parameters into `twin` under their plain names; returns where each came from."""
-    places = {}
-    for path, module in base.named_modules():
-        if ".modules_to_save" in path or "lora_" in path:
-            continue
-        for kind in ("_parameters", "_buffers"):
-            for leaf, tensor in getattr(module, kind).items():
-                if tensor is None:
-                    continue
-                name = _plain_name(f"{path}.{leaf}" if path else leaf)
-                owner, _, last = name.rpartition(".")
-                try:
-                    target = twin.get_submodule(owner)
-                except AttributeError:
-                    continue
-                if last in getattr(target, kind):
-                    places.setdefault(name, []).append((module, leaf))
-                    getattr(target, kind)[last] = tensor
-    return places
-
-
-def _return_parameters(twin, places):
-    tensors = dict(twin.named_parameters(remove_duplicate=False)) | dict(twin.named_buffers(remove_duplicate=False))
-    for name, owners in places.items():
-        for module, leaf in owners:
-            old = module._parameters.get(leaf)
-            if old is not None:
-                tensors[name].requires_grad_(old.requires_grad)
-            setattr(module, leaf, tensors[name])
-
-
-def _untied(twin, missing):
-    tied = set(getattr(twin, "all_tied_weights_keys", None) or {})
-    return sorted(name for name in missing if name not in tied)
-
-
-def _loading_fault(folder, missing, info):
-    if missing:
-        return (f"model.path={folder}: {len(missing)} parameters are in no file, first {', '.join(missing[:3])}; "
-                f"the files are of another model or incomplete")
-    if info.mismatched_keys:
-        name, found, expected = sorted(info.mismatched_keys)[0]
-        return (f"model.path={folder}: {name} has shape {list(found)}, config.json says {list(expected)}; "
-                f"weights and config.json do not belong together")
-    return f"model.path={folder}: {info.error_msgs or info.conversion_errors}"

@@ -20,9 +20,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tonnage.config.rules import Layout
@@ -31,6 +29,7 @@ from tonnage.engines.base import Parts
 from tonnage.errors import ConfigError
 from tonnage.facts.capabilities import CAPABILITIES
 from tonnage.facts.models import MODELS
+from tonnage.models.load import materialise
 from tonnage.trace.tracker import PHASES, Peak, Tracker
 from tonnage.trace.window import book_fsdp, full_batch, loss_phase, tracked_window
 from tonnage.train.loss import LossHead
@@ -151,31 +150,8 @@ def _weightless(parts, fake_mode):
     """The same parts with empty fake tensors for weights, and adapters left as they come."""
     def load(model, device):
         with fake_mode:
-            _fill(model, device)
+            materialise(model, device)
     return Parts(parts.build, load, parts.optimizer, lambda model, engine: None)
-
-
-def _fill(model, device):
-    """Replace every meta parameter and buffer by an empty one, tied ones by the same."""
-    made = {}
-    for module in model.modules():
-        for name, old in module._parameters.items():
-            if old is None:
-                continue
-            if id(old) not in made:
-                made[id(old)] = old, nn.Parameter(_empty_like(old, device), requires_grad=old.requires_grad)
-            module._parameters[name] = made[id(old)][1]
-        for name, old in module._buffers.items():
-            if old is not None:
-                module._buffers[name] = torch.empty(old.shape, dtype=old.dtype, device=device)
-
-
-def _empty_like(old, device):
-    if not isinstance(old, DTensor):
-        return torch.empty(old.shape, dtype=old.dtype, device=device)
-    local = torch.empty(old._local_tensor.shape, dtype=old.dtype, device=device)
-    return DTensor.from_local(local, old.device_mesh, old.placements, run_check=False, shape=old.shape,
-                              stride=old.stride())
 
 
 def _make_states(engine):

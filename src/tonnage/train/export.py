@@ -10,7 +10,6 @@ from pathlib import Path
 
 import torch
 
-from tonnage.engines.base import materialise
 from tonnage.errors import CheckpointError, ConfigError
 from tonnage.models import build, load
 from tonnage.runtime import runs
@@ -154,7 +153,6 @@ def _trained_model(config, folder, path, precision):
     with torch.device("meta"):
         model = build.build_model(folder, config.model, config.adapter, "sdpa", build.DTYPES[precision], torch.float32)
     load.load_weights(model, folder, torch.device("cpu"), config.model.allow_pickle)
-    materialise(model, torch.device("cpu"))
     _fill(model, path)
     return model.eval()
 

@@ -1,0 +1,134 @@
+"""Routed experts, stacked as transformers 5 does, whose weights are kept quantised or carry an adapter.
+
+Tokens are sorted by expert, and each projection is one grouped product over all experts; so experts that get no token
+take part like the others, and no engine waits for them. peft adapts the weight as a whole; here the low-rank product is
+on the tokens, [tokens, rank] instead of [experts, out, in].
+"""
+
+import torch
+from torch import nn
+
+from tonnage.errors import ConfigError
+from tonnage.models.quantised import Quantised
+
+
+class TunedExperts(Quantised):
+    """Experts of transformers' `use_experts_implementation`; `lora_scale` is None without an adapter."""
+
+    kept = {}
+    lora_scale: float | None = None
+
+    def forward(self, hidden_ND: torch.Tensor, top_k_index_NK: torch.Tensor, top_k_weights_NK: torch.Tensor):
+        """[tokens, hidden]: the weighted sum of what each token's experts make of it."""
+        num_tokens, top_k = top_k_index_NK.shape
+        expert_S, order_S = torch.sort(top_k_index_NK.reshape(-1))
+        x_SD, weight_S = hidden_ND[order_S // top_k], top_k_weights_NK.reshape(-1)[order_S]
+        counted = expert_S.float() if expert_S.device.type == "cpu" else expert_S.int()  # what histc takes there
+        counts_E = torch.histc(counted, bins=self.num_experts, min=0, max=self.num_experts - 1)
+        ends_E = counts_E.cumsum(0).to(torch.int32)
+        elsewhere = None
+        if self._is_expert_parallel:  # tokens of other ranks' experts come last; the products leave their rows undefined
+            elsewhere = (expert_S >= self.num_experts)[:, None]
+            x_SD, expert_S = x_SD.masked_fill(elsewhere, 0.0), expert_S.clamp(max=self.num_experts - 1)
+        up = self._project("gate_up_proj" if self.has_gate else "up_proj", x_SD, expert_S, ends_E)
+        if elsewhere is not None:
+            up = up.masked_fill(elsewhere, 0.0)
+        down_SD = self._project("down_proj", self._apply_gate(up) if self.has_gate else self.act_fn(up), expert_S, ends_E)
+        out_SD = down_SD * weight_S[:, None]
+        if elsewhere is not None:
+            out_SD = out_SD.masked_fill(elsewhere, 0.0)
+        place_S = torch.empty_like(order_S)
+        place_S[order_S] = torch.arange(len(order_S), device=order_S.device)
+        return out_SD[place_S].view(num_tokens, top_k, -1).sum(1).to(hidden_ND.dtype)
+
+    def _project(self, leaf, x_S, expert_S, ends_E):
+        if leaf in self.kept:
+            out = _FrozenGroupedMatmul.apply(x_S, self, leaf, ends_E)
+        else:
+            out = grouped_matmul(x_S, self._by_inputs(getattr(self, leaf)), ends_E)
+        if self.lora_scale is not None:
+            a_ERI, b_EOR = getattr(self, f"{leaf}_lora_A"), getattr(self, f"{leaf}_lora_B")
+            dropped = nn.functional.dropout(x_S, self.lora_dropout, self.training)
+            low_SR = grouped_matmul(dropped, a_ERI.to(x_S.dtype).transpose(1, 2), ends_E)
+            out = out + self.lora_scale * grouped_matmul(low_SR, b_EOR.to(x_S.dtype).transpose(1, 2), ends_E)
+        return out + getattr(self, f"{leaf}_bias")[expert_S] if self.has_bias else out
+
+    def _by_inputs(self, weight):
+        """As [experts, in, out]."""
+        return weight if self.is_transposed else weight.transpose(1, 2)
+
+    def merge(self) -> None:
+        """Add the adapter to the weights and leave it away."""
+        for leaf in matrices(self):
+            a_ERI, b_EOR = self._parameters.pop(f"{leaf}_lora_A"), self._parameters.pop(f"{leaf}_lora_B")
+            change_EOI = self.lora_scale * torch.bmm(b_EOR.float(), a_ERI.float())
+            with torch.no_grad():
+                weight = getattr(self, leaf)
+                weight += (change_EOI.transpose(1, 2) if self.is_transposed else change_EOI).to(weight.dtype)
+        self.lora_scale = None
+
+
+class _FrozenGroupedMatmul(torch.autograd.Function):
+    """x [rows, in] times each expert's weight, which is dequantised for it; rows [ends[e - 1], ends[e]) are expert e's."""
+
+    @staticmethod
+    def forward(ctx, x, module, leaf, ends):
+        ctx.module, ctx.leaf = module, leaf
+        ctx.save_for_backward(ends)
+        return grouped_matmul(x, module._by_inputs(module.dequantised(leaf, x.dtype)), ends)
+
+    @staticmethod
+    def backward(ctx, grad):
+        weight = ctx.module._by_inputs(ctx.module.dequantised(ctx.leaf, grad.dtype))
+        return grouped_matmul(grad, weight.transpose(1, 2), *ctx.saved_tensors), None, None, None
+
+
+def grouped_matmul(x: torch.Tensor, weight_EIO: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
+    """[rows, out]; by transformers 5.24, which knows on which devices torch has a kernel for it."""
+    from transformers.integrations.moe import _grouped_mm
+
+    return _grouped_mm(x, weight_EIO, offs=ends_E)
+
+
+def expert_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """Stacked experts by name: what holds parameters of three dimensions beside a router."""
+    return {f"{name}.experts" if name else "experts": parent.experts for name, parent in model.named_modules()
+            if isinstance(getattr(parent, "experts", None), nn.Module) and matrices(parent.experts)}
+
+
+def matrices(experts: nn.Module) -> list[str]:
+    """Names of the weights [experts, ...] of stacked experts."""
+    names = [leaf for leaf, parameter in experts._parameters.items() if parameter is not None and parameter.ndim == 3]
+    return [*getattr(experts, "kept", {}), *(leaf for leaf in names if leaf in ("gate_up_proj", "up_proj", "down_proj"))]
+
+
+def add_expert_adapter(experts: nn.Module, rank: int, scale: float, dropout: float, dtype: torch.dtype) -> None:
+    """Give each expert's matrices LoRA: A [experts, rank, in] and B [experts, out, rank], empty.
+
+    Raises:
+        ConfigError: experts that are computed otherwise.
+    """
+    tune(experts)
+    experts.lora_scale, experts.lora_dropout = scale, dropout
+    for leaf in matrices(experts):
+        shape = experts.kept[leaf].shape if leaf in experts.kept else experts._parameters[leaf].shape
+        device = next(experts.parameters()).device
+        count, outputs, inputs = (shape[0], shape[2], shape[1]) if experts.is_transposed else shape
+        for kind, size in (("A", (count, rank, inputs)), ("B", (count, outputs, rank))):
+            experts.register_parameter(f"{leaf}_lora_{kind}", nn.Parameter(torch.empty(size, dtype=dtype, device=device)))
+
+
+def tune(experts: nn.Module) -> None:
+    """Make `experts` TunedExperts of their class."""
+    if isinstance(experts, TunedExperts):
+        return
+    if not hasattr(experts, "_is_expert_parallel") or experts.has_post_expert_norm:
+        raise ConfigError(f"adapter: {type(experts).__name__} are not stacked experts as transformers 5 computes them; use "
+                          f"adapter.targets=[all-linear] and adapter.quantise=none")
+    experts.kept = {}
+    experts.__class__ = type(type(experts).__name__, (TunedExperts, type(experts)), {})
+
+
+def expert_parts(leaf: str) -> int:
+    """Matrices below each other in a stacked parameter."""
+    return 2 if leaf == "gate_up_proj" else 1
