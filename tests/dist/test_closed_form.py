@@ -14,8 +14,8 @@ from tonnage.plan.planner import architecture_of
 from tonnage.trace.step import trace
 
 WITHIN = 0.05
-QUICK = [("fsdp", "full", 2), ("zero2", "lora", 2)]
-ALL = [(strategy, adapter, ranks) for strategy in ("ddp", "fsdp", "zero1", "zero2", "zero3") for adapter in ("full", "lora")
+QUICK = [("fsdp", "full", 2), ("zero2", "lora", 2), ("fsdp", "qlora", 2)]
+ALL = [(strategy, adapter, ranks) for strategy in ("ddp", "fsdp", "zero1", "zero2", "zero3") for adapter in ("full", "lora", "qlora")
        for ranks in (1, 2)]
 
 
@@ -45,7 +45,9 @@ def test_the_peak_of_a_real_step_is_predicted(pools, folder, case):
 SHAPES = [("llama8b", {}, ["adapter=full"]), ("qwen7b", {}, ["adapter=lora"]),
           ("mixtral8x7b", {}, ["adapter=lora", "batch.micro_rows=4", "model.activation_checkpointing=none"]),
           ("qwen235b", {}, ["adapter=full"]),
-          ("deepseek671b", {"first_k_dense_replace": 1}, ["adapter=lora"])]
+          ("deepseek671b", {"first_k_dense_replace": 1}, ["adapter=lora"]),
+          ("llama70b", {}, ["adapter=qlora"]),
+          ("deepseek671b", {"first_k_dense_replace": 1}, ["adapter.quantise=fp8", "adapter.targets=[all-linear,experts]"])]
 
 
 @pytest.mark.parametrize(("name", "changed", "overrides"), SHAPES)

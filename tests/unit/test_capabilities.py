@@ -14,7 +14,7 @@ from tonnage.facts.capabilities import AXES, CAPABILITIES, violations
 
 DEFAULTS = {"precision": "bf16", "offload": "none", "adapter": "lora", "optimizer": "adamw", "compile": False}
 CHOICES = {"precision": ("bf16", "fp32", "fp16"), "offload": ("none", "optimizer", "all", "nvme"),
-           "adapter": ("full", "lora", "dora", "rslora"), "optimizer": ("adamw", "adamw8bit", "sgd"),
+           "adapter": ("full", "lora", "dora", "rslora", "qlora"), "optimizer": ("adamw", "adamw8bit", "sgd"),
            "compile": (False, True)}
 CELLS = [(strategy, axis, value) for strategy in CAPABILITIES for axis, values in CHOICES.items() for value in values]
 
@@ -22,7 +22,9 @@ BASE = compose_config([])
 
 
 def config_of(strategy, chosen):
-    return replace(BASE, precision=Precision(name=chosen["precision"]), adapter=Adapter(name=chosen["adapter"]),
+    quantise = "nf4" if chosen["adapter"] == "qlora" else "none"
+    return replace(BASE, precision=Precision(name=chosen["precision"]),
+                   adapter=Adapter(name=chosen["adapter"], quantise=quantise),
                    strategy=Strategy(name=strategy, offload=chosen["offload"], nvme_path="/nvme"),
                    optimizer=Optimizer(name=chosen["optimizer"]), model=Model(path="auto", compile=chosen["compile"]))
 

@@ -48,8 +48,9 @@ class TunedExperts(Quantised):
             out = grouped_matmul(x_S, self._by_inputs(getattr(self, leaf)), ends_E)
         if self.lora_scale is not None:
             a_ERI, b_EOR = getattr(self, f"{leaf}_lora_A"), getattr(self, f"{leaf}_lora_B")
-            dropped = nn.functional.dropout(x_S, self.lora_dropout, self.training)
-            low_SR = grouped_matmul(dropped, a_ERI.to(x_S.dtype).transpose(1, 2), ends_E)
+            if self.training and self.lora_dropout:
+                x_S = nn.functional.dropout(x_S, self.lora_dropout)
+            low_SR = grouped_matmul(x_S, a_ERI.to(x_S.dtype).transpose(1, 2), ends_E)
             out = out + self.lora_scale * grouped_matmul(low_SR, b_EOR.to(x_S.dtype).transpose(1, 2), ends_E)
         return out + getattr(self, f"{leaf}_bias")[expert_S] if self.has_bias else out
 

@@ -16,12 +16,12 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from tonnage.errors import ModelError
+from tonnage.facts.sizes import READ_AT_ONCE_BYTES
 from tonnage.models.build import full_shape
 from tonnage.models.quantised import Kept
 from tonnage.models.shards import Checkpoint, Source, find_sources
 
 WRAPPERS = (".base_layer", ".original_module")
-AT_ONCE_BYTES = 1 << 26
 SHOW_BYTES = 1 << 31  # reading less takes no time to speak of
 
 
@@ -170,7 +170,7 @@ def _fill_kept(source: Source, tensors: list[torch.Tensor], kept: Kept, device: 
 
 def _steps(first: int, last: int, row_numel: int, block: int) -> Iterator[tuple[int, int]]:
     """[first, last) in pieces of whole blocks that take few bytes."""
-    step = max(1, AT_ONCE_BYTES // (2 * row_numel) // block) * block
+    step = max(1, READ_AT_ONCE_BYTES // (2 * row_numel) // block) * block
     for start in range(first, last, step):
         yield start, min(start + step, last)
 

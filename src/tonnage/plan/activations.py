@@ -7,7 +7,6 @@ modules of transformers 5.24 in eager mode operation by operation, so that no co
 Sources: torch 2.13 derivatives.yaml for what an operation saves; arXiv 2205.05198, section 4, for the method.
 """
 
-import math
 from collections import Counter
 from dataclasses import dataclass, field
 
@@ -367,20 +366,35 @@ class _Writer:
         scores = tape.add("scores_of_experts", pairs, probabilities, saves=("scores_of_experts",))
         if style.looped_experts:
             return self.experts_in_turn(x, scores, pairs / a.num_experts)
-        weight = {name: a.num_experts * math.prod(self.shapes[f"mlp.experts.{name}"])
-                  for name in ("gate_up_proj", "down_proj")} if style.trains_base else {}
-        gradient = {name: size * style.weight_gradient_bytes for name, size in weight.items()}
         width = a.expert_intermediate
         chosen = tape.add("chosen", pairs * a.hidden, x)
-        both = tape.add("gate_up", pairs * 2 * width, chosen, saves=(chosen,) if style.trains_base else (),
-                        weight=gradient.get("gate_up_proj", 0))
+        both = self.stacked(chosen, "gate_up_proj", "gate_up", pairs)
         tape.add("expert_act", pairs * width, both, saves=(both,))
         product = tape.add("expert_product", pairs * width, "expert_act", both, saves=("expert_act", both))
-        down = tape.add("expert_down", pairs * a.hidden, product, saves=(product,) if style.trains_base else (),
-                        weight=gradient.get("down_proj", 0))
+        down = self.stacked(product, "down_proj", "expert_down", pairs)
         weighted = tape.add("weighted", pairs * a.hidden, down, scores, saves=(down, scores))
         ordered = tape.add("ordered", pairs * a.hidden, weighted)
         return tape.add("routed", self.of(a.hidden), ordered)
+
+    def stacked(self, x, name, output, pairs):
+        """One matrix of all experts with its adapters, on sorted tokens: `pairs` bytes a unit of width."""
+        a, tape, style = self.a, self.tape, self.style
+        inputs, outputs = self.shapes[f"mlp.experts.{name}"]
+        weights = a.num_experts * inputs * outputs
+        adapted = f"mlp.experts.{name}" in style.adapted
+        unpacked = weights * self.c * style.dequantised_weight
+        base = tape.add(f"{output}.base" if adapted else output, pairs * outputs, x,
+                        saves=(x,) if style.trains_base else (), forward_temporary=unpacked, backward_temporary=unpacked,
+                        weight=weights * style.weight_gradient_bytes if style.trains_base else 0)
+        if not adapted:
+            return base
+        if style.dropout:
+            tape.sizes[f"{output}.mask"] = pairs / self.c * inputs
+            x = tape.add(f"{output}.dropped", pairs * inputs, x, saves=(f"{output}.mask",))
+        low = tape.add(f"{output}.A", pairs * style.rank, x, saves=(x,))
+        lora = tape.add(f"{output}.B", pairs * outputs, low, saves=(low,))
+        scaled = tape.add(f"{output}.scaled", pairs * outputs, lora)
+        return tape.add(output, pairs * outputs, base, scaled, passes=True)
 
     def experts_in_turn(self, x, scores, pairs):
         """Routed experts one by one, each on as many tokens: `pairs` bytes a unit of width; added up in place.

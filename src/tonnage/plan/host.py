@@ -33,7 +33,7 @@ def host(job: Job, num_checkpoints: int, cuda: bool) -> Host:
     Args:
         num_checkpoints: kept at once, the one being written included.
     """
-    a, trained = job.architecture, job.trained_parameters
+    trained = job.trained_parameters
     ranks = min(job.gpus, job.gpus_per_node)
     replicas = ranks / job.shard_gpus  # of what is sharded, on this node
     terms = {"processes": ranks * (PROCESS_GIB if cuda else PROCESS_WITHOUT_CUDA_GIB)}
@@ -41,8 +41,7 @@ def host(job: Job, num_checkpoints: int, cuda: bool) -> Host:
         terms["offloaded optimizer, gradients, fp32 weights"] = (8 + STATES[job.optimizer]) * trained * replicas / GIB
     if job.offload == "all":
         copied = trained if job.strategy == "zero3" else 0
-        frozen = 0 if job.trains_all else a.num_parameters
-        terms["offloaded weights"] = job.compute_bytes * (frozen + copied) * replicas / GIB
+        terms["offloaded weights"] = (job.kept_bytes + job.compute_bytes * copied) * replicas / GIB
     checkpoint = (4 + (4 if job.optimizer == "sgd" else 8)) * trained / GIB
     terms["checkpoint being written"] = min(ranks * SAVE_FILE_BYTES / GIB, checkpoint)
     return Host(terms, checkpoint, checkpoint * num_checkpoints)

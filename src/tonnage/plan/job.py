@@ -11,6 +11,7 @@ from tonnage.config.rules import Layout, shard_gpus
 from tonnage.config.schema import Config
 from tonnage.errors import ConfigError
 from tonnage.facts.architectures import Architecture
+from tonnage.facts.bases import kept_bytes
 from tonnage.facts.zero import ZeroLimits, zero_limits
 
 COMPUTE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
@@ -20,10 +21,11 @@ COMPUTE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 class Job:
     """One training run on N GPUs.
 
-    `targets` are the ends of the names of adapted matrices; `all-linear` is every matrix of a decoder layer but
-    routers and routed experts. `shard_gpus` share one copy of what the strategy shards. `accumulation_steps` is that
-    of the busiest rank. `rows_per_step` are those of a whole window; 0: every micro-batch is full.
-    `trains_embeddings`: embedding and head are trained beside an adapter, because tokens are new.
+    `targets` are the ends of the names of adapted matrices; `all-linear` is every matrix of a decoder layer but routers
+    and routed experts, `experts` are these. `quantise`: how frozen matrices of layers are kept (facts.bases).
+    `shard_gpus` share one copy of what the strategy shards. `accumulation_steps` is that of the busiest rank.
+    `rows_per_step` are those of a whole window; 0: every micro-batch is full. `trains_embeddings`: embedding and head
+    are trained beside an adapter, because tokens are new.
     """
 
     architecture: Architecture
@@ -51,6 +53,7 @@ class Job:
     dropout: float = 0.0
     zero: ZeroLimits = ZeroLimits()
     compile: bool = False
+    quantise: str = "none"
 
     @property
     def micro_tokens(self) -> int:
@@ -88,6 +91,31 @@ class Job:
         return _adapter_parameters(self.architecture, self.targets, self.rank, self.adapter == "dora")
 
     @cached_property
+    def active_adapter_parameters(self) -> int:
+        """Adapter parameters that one token uses."""
+        a = self.architecture
+        if self.trains_all or not a.num_experts or "experts" not in self.targets:
+            return sum(self.adapter_parameters)
+        experts = sum(_expert_adapters(a, i, self.targets, self.rank) for i in range(a.num_layers))
+        return sum(self.adapter_parameters) - experts + experts * a.experts_per_token // a.num_experts
+
+    @cached_property
+    def kept_layers(self) -> tuple[float, ...]:
+        """Bytes of each layer's frozen weights as they are kept and gathered; 0 where every weight is trained."""
+        if self.trains_all:
+            return (0.0,) * self.architecture.num_layers
+        return _kept_layers(self.architecture, self.quantise, self.compute_bytes)
+
+    @cached_property
+    def kept_bytes(self) -> float:
+        """Bytes of all frozen weights as they are kept."""
+        a = self.architecture
+        if self.trains_all:
+            return 0.0
+        outside = a.num_parameters - sum(layer.total for layer in a.layers)
+        return sum(self.kept_layers) + self.compute_bytes * outside
+
+    @cached_property
     def trained_parameters(self) -> int:
         """Parameters that the optimizer updates."""
         a = self.architecture
@@ -99,19 +127,44 @@ class Job:
 
 @lru_cache
 def _adapter_parameters(architecture, targets, rank, dora):
-    return tuple(sum(rank * (inputs + outputs) + dora * outputs for inputs, outputs in shapes)
-                 for shapes in _adapted(architecture, targets))
+    return tuple(sum(rank * (inputs + outputs) + dora * outputs for inputs, outputs in _adapted(architecture, targets)[i])
+                 + _expert_adapters(architecture, i, targets, rank) for i in range(architecture.num_layers))
+
+
+def _expert_adapters(architecture, i, targets, rank):
+    shapes = architecture.linear_shapes(i)
+    return sum(architecture.num_experts * rank * (inputs + outputs) for name, (inputs, outputs) in shapes.items()
+               if _is_expert(name) and is_adapted(name, targets))
 
 
 @lru_cache
 def _adapted(architecture, targets):
-    return tuple(tuple(shape for name, shape in architecture.linear_shapes(i).items() if is_adapted(name, targets))
-                 for i in range(architecture.num_layers))
+    """(in, out) of the adapted matrices of each layer, routed experts left out."""
+    return tuple(tuple(shape for name, shape in architecture.linear_shapes(i).items()
+                       if is_adapted(name, targets) and not _is_expert(name)) for i in range(architecture.num_layers))
+
+
+@lru_cache
+def _kept_layers(architecture, quantise, compute_bytes):
+    kept = []
+    for i, layer in enumerate(architecture.layers):
+        size = compute_bytes * layer.total
+        for name, (inputs, outputs) in architecture.linear_shapes(i).items() if quantise != "none" else ():
+            if name != "mlp.gate":
+                count = architecture.num_experts if _is_expert(name) else 1
+                parts = 2 if name.endswith("gate_up_proj") else 1
+                size += count * (kept_bytes(quantise, (outputs, inputs), parts) - compute_bytes * inputs * outputs)
+        kept.append(size)
+    return tuple(kept)
 
 
 def adapted_shapes(architecture: Architecture, targets: tuple[str, ...]) -> list[tuple[int, int]]:
-    """(in, out) of every adapted matrix of the model."""
-    return [shape for shapes in _adapted(architecture, targets) for shape in shapes]
+    """(in, out) of every adapted matrix of the model that a token goes through."""
+    shapes = [shape for shapes in _adapted(architecture, targets) for shape in shapes]
+    for i in range(architecture.num_layers):
+        shapes += [shape for name, shape in architecture.linear_shapes(i).items() if _is_expert(name)
+                   and is_adapted(name, targets) for _ in range(architecture.experts_per_token)]
+    return shapes
 
 
 def adapted_names(job: Job) -> frozenset[str]:
@@ -124,9 +177,15 @@ def adapted_names(job: Job) -> frozenset[str]:
 
 def is_adapted(name: str, targets: tuple[str, ...]) -> bool:
     """Whether the matrix `name` of `Architecture.linear_shapes` carries an adapter."""
-    if name == "mlp.gate" or name.startswith("mlp.experts."):
+    if name == "mlp.gate":
         return False
+    if _is_expert(name):
+        return "experts" in targets
     return any(word == "all-linear" or name == word or name.endswith("." + word) for word in targets)
+
+
+def _is_expert(name):
+    return name.startswith("mlp.experts.")
 
 
 def job_of(config: Config, layout: Layout, architecture: Architecture) -> Job:
@@ -153,7 +212,8 @@ def job_of(config: Config, layout: Layout, architecture: Architecture) -> Job:
         checkpointing=config.model.activation_checkpointing,
         attention=attention, loss="plain" if config.train.loss == "plain" else "chunked",
         loss_chunk_tokens=config.train.loss_chunk_tokens,
-        packing=config.data.packing, zero=zero_limits(config.strategy.extra), compile=config.model.compile)
+        packing=config.data.packing, zero=zero_limits(config.strategy.extra), compile=config.model.compile,
+        quantise=config.adapter.quantise)
 
 
 def _steps_by_tokens(cut, seq_tokens, gpus):

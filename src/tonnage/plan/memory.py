@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 
-from tonnage.facts.sizes import VOCAB_BLOCK
+from tonnage.facts.sizes import READ_AT_ONCE_BYTES, VOCAB_BLOCK
 from tonnage.plan.activations import Played, Style, layer_tape, play
 from tonnage.plan.job import Job, adapted_names
 from tonnage.plan.spread import Spread, spread_of
@@ -41,7 +41,8 @@ def style_of(job: Job) -> Style:
     packed = job.packing and job.attention == "sdpa"
     return Style(compute_bytes=job.compute_bytes, trains_base=job.trains_all, weight_gradient_bytes=job.compute_bytes,
                  rank=job.rank, adapted=adapted_names(job), adapter_bytes=job.compute_bytes, flash=job.attention != "eager",
-                 masked=packed, holds_mask=packed, dropout=job.dropout > 0, dora=job.adapter == "dora")
+                 masked=packed, holds_mask=packed, dropout=job.dropout > 0, dora=job.adapter == "dora",
+                 dequantised_weight=job.quantise != "none")
 
 
 @dataclass(frozen=True)
@@ -149,8 +150,7 @@ def assemble(job: Job, style: Style, spread: Spread, loss: LossBytes) -> Memory:
 
     backward.append(held_root | {"gradients": spread.gradients, "buffers of reduction": spread.reduce})
 
-    largest = max(a.embedding_parameters, *(max(layer.dense_mlp // 3, layer.routed_experts) for layer in a.layers))
-    phases = {"load": [spread.weights | {"a tensor on its way": style.compute_bytes * largest}],
+    phases = {"load": [spread.weights | {"rows on their way": 2 * READ_AT_ONCE_BYTES}],
               "forward": forward, "loss": losses, "backward": backward,
               "step": [held | {"gradients": spread.gradients, "step": spread.step}],
               "save": [held | {"whole tensors": spread.save}]}

@@ -91,7 +91,7 @@ def flops_per_token(job: Job) -> Flops:
     """
     model, runs = job.architecture, 2 if job.checkpointing == "full" else 1
     layers = sum(parts.active - parts.norms for parts in model.layers)
-    head, adapters = model.vocab * model.hidden, sum(job.adapter_parameters)
+    head, adapters = model.vocab * model.hidden, job.active_adapter_parameters
     backward = 4 if job.trains_all else 2
     linear = (2 * runs + backward) * layers + (2 + backward) * head + (2 * runs + 4) * adapters
     attention = 2 * job.seq_tokens * _attention_width(model) * model.num_layers
@@ -100,13 +100,16 @@ def flops_per_token(job: Job) -> Flops:
     return Flops(linear - routed, routed, executed, (2 + backward) * (layers + head) + 6 * adapters + 3 * attention)
 
 
-def step_time(job: Job, gpu: Gpu, network_gb_s: float = NETWORK_GB_S, base_bytes: float = 2.0) -> Speed | None:
+def step_time(job: Job, gpu: Gpu, network_gb_s: float = NETWORK_GB_S, base_bytes: float | None = None) -> Speed | None:
     """Seconds and tokens of one optimizer step; None in fp32, and where the GPU's arithmetic or links are not known.
 
     Args:
         network_gb_s: one way between nodes, per GPU.
-        base_bytes: bytes of a frozen parameter as stored and gathered; below 2 it is dequantised for every product.
+        base_bytes: bytes of a frozen parameter as stored and gathered, None as by job.quantise; below 2 it is dequantised
+            for every product.
     """
+    if base_bytes is None:
+        base_bytes = 2.0 if job.quantise == "none" else job.kept_bytes / job.architecture.num_parameters
     if job.precision == "fp32" or None in (gpu.bf16_tflops, gpu.memory_bandwidth_tb_s, gpu.link_gb_s, gpu.host_link_gb_s):
         return None
     forward_s, backward_s = compute_s(job, gpu, base_bytes)

@@ -84,14 +84,13 @@ def _fsdp(job):
     trained = job.trained_parameters
     # where nothing is gathered or moved, frozen weights are left alone and adapters are one group
     managed = job.trains_all or n > 1 or job.offload != "none"
-    frozen = 0 if job.trains_all else a.num_parameters
-    all_layers = [layer.total + adapter for layer, adapter in zip(a.layers, job.adapter_parameters, strict=True)]
+    frozen = job.kept_bytes
 
-    def unit(parameters, trains):
-        return Unit(c * parameters * managed, c * trains, MASTER * trains)
+    def unit(parameters, trains, kept=0.0):
+        return Unit((c * parameters + kept) * managed, c * trains, MASTER * trains)
 
     if managed:
-        units = tuple(unit(*sizes) for sizes in zip(all_layers, layers, strict=True))
+        units = tuple(unit(trains, trains, kept) for trains, kept in zip(layers, job.kept_layers, strict=True))
         copies = 2 if job.trains_embeddings else 1  # peft trains a copy beside the frozen one
         if a.tied_embeddings:  # used first and last, so it stays with the root
             root = unit(copies * a.embedding_parameters + a.final_norm, embedding + norm)
@@ -108,7 +107,7 @@ def _fsdp(job):
         units = (Unit(),) * a.num_layers
         embedding, head, root = Unit(), Unit(), Unit(c * trained, c * trained, MASTER * trained)
     here = job.offload == "none"  # else weights, gradients and states are the host's, and the step too
-    weights = {"frozen weights": c * frozen / n, "adapters" if frozen else "weights": MASTER * trained / n}
+    weights = {"frozen weights": frozen / n, "adapters" if frozen else "weights": MASTER * trained / n}
     return Spread(
         weights={name: size for name, size in weights.items() if size and here},
         states=here * STATES[job.optimizer] * trained / n, gradients=here * MASTER * trained / n, share=here / n,
@@ -127,11 +126,11 @@ def _zero(job):
     a, c, n, limits = job.architecture, job.compute_bytes, job.shard_gpus, job.zero
     stage, trained = int(job.strategy.removeprefix("zero")), job.trained_parameters
     layers, embedding, head, _ = trained_sizes(job)
-    frozen = 0 if job.trains_all else a.num_parameters
+    frozen = job.kept_bytes
     parts = n if stage == 3 else 1
     in_fp32 = c == 4
     offload, all_offloaded = job.offload != "none", job.offload == "all"
-    weights = {"frozen weights": c * frozen / parts, "weights": c * trained / parts,
+    weights = {"frozen weights": frozen / parts, "weights": c * trained / parts,
                "fp32 weights": MASTER * trained / n * (stage > 0) * (not offload)}
     if all_offloaded:
         weights = {}
@@ -144,9 +143,11 @@ def _zero(job):
     if stage == 3:
         weights["reduce bucket"] = MASTER * limits.reduce_bucket_size
         if n > 1 or all_offloaded:
-            everything = a.num_parameters + (0 if job.trains_all else trained)
-            largest = max([layer.total for layer in a.layers] + [a.embedding_parameters])
-            gathered = c * min(everything, max(limits.stage3_max_live_parameters, largest))
+            everything = c * trained + frozen
+            largest = max([c * layer.total for layer in a.layers] if job.trains_all else job.kept_layers)
+            largest = max(largest, c * a.embedding_parameters)
+            number = 1 if job.quantise != "none" else c  # DeepSpeed counts numbers, and codes are bytes
+            gathered = min(everything, max(number * limits.stage3_max_live_parameters, largest))
     whole = stage == 0 or (stage == 1 and not in_fp32)
     reduce = MASTER * min(trained, ALL_REDUCE_SIZE) if whole else (c + MASTER) * bucket
     if stage == 3:
