@@ -172,9 +172,9 @@ def tonnage_block(session, steps: int, clock) -> float:
 
     losses = []
 
-    def keep(step, values, log=session.metrics.log):
+    def keep(step, values, always=False, log=session.metrics.log):
         losses.append(values["loss"])
-        log(step, values)
+        log(step, values, always=always)
 
     session.position.cursor = Cursor()
     session.num_steps = session.position.step + steps
