@@ -47,7 +47,10 @@ SHAPES = [("llama8b", {}, ["adapter=full"]), ("qwen7b", {}, ["adapter=lora"]),
           ("qwen235b", {}, ["adapter=full"]),
           ("deepseek671b", {"first_k_dense_replace": 1}, ["adapter=lora"]),
           ("llama70b", {}, ["adapter=qlora"]),
-          ("deepseek671b", {"first_k_dense_replace": 1}, ["adapter.quantise=fp8", "adapter.targets=[all-linear,experts]"])]
+          ("deepseek671b", {"first_k_dense_replace": 1}, ["adapter.quantise=fp8", "adapter.targets=[all-linear,experts]"]),
+          ("deepseek671b", {"first_k_dense_replace": 1}, ["adapter.quantise=fp8", "adapter.targets=[all-linear,experts]",
+                                                          "strategy.expert_gpus=8"]),
+          ("qwen235b", {}, ["adapter=full", "strategy.expert_gpus=4"])]
 
 
 @pytest.mark.parametrize(("name", "changed", "overrides"), SHAPES)

@@ -11,6 +11,7 @@ from tonnage.train import loop
 # fp32; the adapter is on the tokens here and on the weights there
 LIMITS = {"loss": 1e-5, "norm": 2e-5, "sgd": 1e-4}
 KINDS = {"full": ("full", "none"), "lora": ("lora", "none"), "fp8": ("lora", "fp8"), "nf4": ("qlora", "nf4")}
+EXPERT_PARALLEL = ("strategy.expert_gpus=2",)
 
 
 @pytest.fixture(scope="session")
@@ -50,16 +51,63 @@ def train(folder, strategy, adapter, base, micro, *overrides):
     return result
 
 
-@pytest.mark.parametrize("world, micro", [(1, 3), (2, 2)])
+@pytest.mark.parametrize("strategy, world, micro, overrides", [
+    ("zero3", 1, 3, ()), ("zero3", 2, 2, ()), ("fsdp", 1, 3, ()), ("fsdp", 2, 2, ()), ("fsdp", 2, 1, EXPERT_PARALLEL)])
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("strategy", ["zero3", "fsdp"])
 @pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_moe", "mixtral"])
-def test_a_mixture_of_experts_learns_what_the_reference_learns(pools, families, references, family, strategy, kind, world,
-                                                              micro):
+def test_a_mixture_of_experts_learns_what_the_reference_learns(pools, families, references, family, kind, strategy, world,
+                                                              micro, overrides):
     adapter, base = KINDS[kind]
     expected = references(families(family), adapter, base)
     folder = families(family, published=kind == "fp8")
-    result = pools(world).run(train, folder, strategy, adapter, base, micro)[0]
+    result = pools(world).run(train, folder, strategy, adapter, base, micro, *overrides)[0]
     worst = deviations(result, expected, "sgd")
-    print(family, strategy, kind, world, worst)
     assert within(worst, LIMITS), worst
+
+
+def test_copies_of_experts_are_summed_over_ranks(pools, families, references):
+    """Four ranks, two copies of the experts, which are sharded besides; more ranks than a window's last rows."""
+    expected = references(families("qwen3_moe"), "lora", "none")
+    result = pools(4).run(train, families("qwen3_moe"), "fsdp", "lora", "none", 1, *EXPERT_PARALLEL)[0]
+    pools(4).close()
+    assert within(deviations(result, expected, "sgd"), LIMITS)
+
+
+def go_on(folder, run_folder, until, expert_gpus, optimizer="adamw"):
+    """From the newest checkpoint to step `until`; (losses, weights and optimizer states)."""
+    from pathlib import Path
+
+    import torch.distributed as dist
+    from test_engines import states
+
+    from tonnage.train import checkpoint
+
+    config = config_for("fsdp", "adapter=lora", "adapter.targets=[all-linear,experts]", "train.epochs=2",
+                        "optimizer.learning_rate=0.01", "batch.micro_rows=2", f"optimizer={optimizer}",
+                        f"strategy.expert_gpus={expert_gpus}")
+    s = open_tiny(config, folder, run_folder=Path(run_folder))
+    newest = checkpoint.newest_complete(Path(run_folder), "tiny")
+    if newest:
+        s.position, state = checkpoint.read_position(newest)
+        checkpoint.load(newest, s.engine, s.position.num_updates)
+        s.source.restore(state)
+    s.num_steps = s.last_saved = until
+    loop.train(s)
+    checkpoint.save(Path(run_folder), s.engine, s.position, "tiny", s.source.state(), dist.group.WORLD)
+    found = [line["loss"] for line in s.metrics.lines], states(s.engine)
+    s.engine.close()
+    return found
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw8bit"])
+@pytest.mark.parametrize("then", [2, 1])
+def test_a_run_goes_on_with_experts_spread_otherwise(pools, families, tmp_path, then, optimizer):
+    folder, whole, part = families("deepseek_v3"), tmp_path / "whole", tmp_path / "part"
+    whole.mkdir(), part.mkdir()
+    losses, expected = pools(2).run(go_on, folder, str(whole), 5, 2, optimizer)[0]
+    pools(2).run(go_on, folder, str(part), 2, 2, optimizer)
+    found_losses, found = pools(2).run(go_on, folder, str(part), 5, then, optimizer)[0]
+    if then == 2:
+        assert found_losses == losses[2:] and all(torch.equal(found[name], expected[name]) for name in expected)
+    else:
+        assert found_losses == pytest.approx(losses[2:], rel=1e-5 if optimizer == "adamw" else 1e-2)

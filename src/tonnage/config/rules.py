@@ -132,6 +132,13 @@ def shard_gpus(config: Config, strategy: str, gpus: int, per_node: int) -> int:
 
 
 def _shard_rules(config, gpus, per_node, strategy):
+    experts, row = config.strategy.expert_gpus, CAPABILITIES[strategy]
+    if experts > 1 and (not row.expert_parallel or config.strategy.offload != "none"):
+        others = "|".join(name for name, other in CAPABILITIES.items() if other.expert_parallel)
+        return [f"strategy.expert_gpus={experts}: not with strategy={strategy}, strategy.offload={config.strategy.offload} "
+                f"({row.why['expert_parallel']}); use strategy.expert_gpus=1, or strategy={others} strategy.offload=none"]
+    if experts > 1 and gpus % experts:
+        return [f"strategy.expert_gpus={experts}: must divide gpus={gpus}; try {_divisor(gpus, min(experts, gpus))}"]
     if strategy != "hsdp":
         return []
     shard = shard_gpus(config, strategy, gpus, per_node)

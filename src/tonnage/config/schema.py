@@ -103,6 +103,8 @@ class Strategy:
     shard_gpus: Count | Auto = key("auto", "hsdp: GPUs that share one copy of the weights; auto is one node's GPUs")
     reshard_after_forward: bool = key(True, "fsdp, hsdp: free gathered weights after forward and gather them again "
                                             "in backward")
+    expert_gpus: Count = key(1, "fsdp: GPUs that share one copy of the routed experts, each whole on one of them; tokens "
+                                "travel, nothing of an expert is gathered among them; 1: experts are sharded as the rest")
     extra: dict[str, Any] = key({}, "raw DeepSpeed keys, added to the generated JSON; may not contradict it")
 
 

@@ -13,10 +13,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from tonnage.engines.base import Parts, StepOutcome, is_eight_bit, set_rate
+from tonnage.engines.expert_parallel import expert_mesh, spread_experts
 from tonnage.models.build import DTYPES, decoder_layers
+from tonnage.models.load import shard_rows
 
 INITIAL_LOSS_SCALE = 2.0**16
 GROW_AFTER_STEPS = 2000
@@ -27,12 +29,14 @@ class FsdpEngine:
 
     Args:
         shard_gpus: ranks that share one copy of the weights; the others hold replicas.
+        expert_gpus: ranks that share one copy of the routed experts, each whole on one; 1: they are as the rest.
         timeout_s: a collective of the engine that takes longer ends the run.
     """
 
-    def __init__(self, *, shard_gpus: int, precision: str, offload: bool, reshard_after_forward: bool,
+    def __init__(self, *, shard_gpus: int, expert_gpus: int, precision: str, offload: bool, reshard_after_forward: bool,
                  clip_norm: float | None, compile_layers: bool, timeout_s: float, device: torch.device):
-        self.shard_gpus, self.precision, self.offload, self.device = shard_gpus, precision, offload, device
+        self.shard_gpus, self.expert_gpus, self.device = shard_gpus, expert_gpus, device
+        self.precision, self.offload = precision, offload
         self.reshard_after_forward, self.clip_norm, self.compile_layers = reshard_after_forward, clip_norm, compile_layers
         self.timeout = timedelta(seconds=timeout_s)
         self.replicas = dist.get_world_size() // shard_gpus
@@ -79,6 +83,13 @@ class FsdpEngine:
             if frozen:  # an adapter is small: one group for all, or hooks in every layer cost 5 % of a step (measured)
                 fully_shard(model, **options)
                 return
+        if self.expert_gpus > 1:
+            mesh = expert_mesh(self.device, self.expert_gpus)
+            for dim in range(mesh.ndim):
+                mesh.get_group(dim).set_timeout(self.timeout)
+            own = {name: value for name, value in options.items() if name != "mesh"}
+            options["ignored_params"] = spread_experts(
+                model, mesh, own | {"reshard_after_forward": self.reshard_after_forward})
         for layer in decoder_layers(model):
             fully_shard(layer, reshard_after_forward=self.reshard_after_forward, **options)
         embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
@@ -111,7 +122,8 @@ class FsdpEngine:
             if self.clip_norm is not None:
                 scale *= min(1.0, self.clip_norm / (float(norm) + 1e-6))
             if scale != 1.0:
-                torch._foreach_mul_(gradients, scale)
+                for of_mesh in _by_mesh(gradients):
+                    torch._foreach_mul_(of_mesh, scale)
             set_rate(self.optimizer, learning_rate)
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
@@ -171,8 +183,16 @@ class FsdpEngine:
 
 
 def _total_norm(gradients):
-    norm = torch.nn.utils.get_total_norm(gradients)
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+    norms = [torch.nn.utils.get_total_norm(of_mesh) for of_mesh in _by_mesh(gradients)]
+    return torch.linalg.vector_norm(torch.stack([_whole(norm) for norm in norms]))
+
+
+def _by_mesh(tensors):
+    """Tensors that are spread over the same ranks in the same way; torch computes with such only."""
+    groups = {}
+    for tensor in tensors:
+        groups.setdefault(getattr(tensor, "device_mesh", None), []).append(tensor)
+    return list(groups.values())
 
 
 def _local(tensor):
@@ -200,4 +220,6 @@ def _part(tensor, like):
     tensor = tensor.to(like.device, like.dtype)
     if not isinstance(like, DTensor):
         return tensor
-    return distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=None)
+    start, stop = shard_rows(like)
+    return DTensor.from_local(tensor[start:stop].clone(), like.device_mesh, like.placements, run_check=False,
+                              shape=like.shape, stride=like.stride())

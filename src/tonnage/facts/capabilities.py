@@ -17,9 +17,12 @@ DEEPSPEED_WHY = {
     "compile": "DeepSpeed's hooks break compiled graphs",
     "offload": "stage 0 moves nothing to the host, 1 and 2 optimizer states, 3 weights too; to nvme, DeepSpeed 0.19.8 "
                "fails on frozen weights: already assigned swap buffer",
+    "expert_parallel": "DeepSpeed 0.19.8's AutoEP fails with transformers 5.24: _CanRecordRegistry.get() takes 2 "
+                       "positional arguments",
     "precision": "DeepSpeed sums bf16 gradients in bf16 at stage 0; stages 1 to 3 sum them in fp32",
 }
-FSDP_WHY = {"offload": "FSDP2 moves weights, gradients and optimizer states to the host together"}
+FSDP_WHY = {"offload": "FSDP2 moves weights, gradients and optimizer states to the host together",
+            "expert_parallel": "experts are spread over all GPUs, and replicas and the host are not built in"}
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,7 @@ class Capability:
     adapter: tuple[str, ...] = ALL_ADAPTERS
     optimizer: tuple[str, ...] = ALL_OPTIMIZERS
     compile: tuple[bool, ...] = (False, True)
+    expert_parallel: bool = False
 
 
 def _deepspeed(**limits):
@@ -40,12 +44,13 @@ def _deepspeed(**limits):
 
 
 CAPABILITIES: dict[str, Capability] = {
-    "ddp": Capability("fsdp", {"offload": "ddp keeps everything on the GPU"}),
+    "ddp": Capability("fsdp", {"offload": "ddp keeps everything on the GPU",
+                               "expert_parallel": "ddp keeps all experts on every GPU"}),
     "zero0": _deepspeed(precision=("fp32",)),
     "zero1": _deepspeed(offload=("none", "optimizer")),
     "zero2": _deepspeed(offload=("none", "optimizer")),
     "zero3": _deepspeed(offload=("none", "optimizer", "all")),
-    "fsdp": Capability("fsdp", FSDP_WHY, offload=("none", "all")),
+    "fsdp": Capability("fsdp", FSDP_WHY, offload=("none", "all"), expert_parallel=True),
     "hsdp": Capability("fsdp", FSDP_WHY, offload=("none", "all")),
 }
 

@@ -123,11 +123,7 @@ class _Part:
             self.stop = min(self.start + self.kept.numel(), tensor.ds_numel)  # the last rank's is padded
         elif isinstance(tensor, DTensor):
             self.kept = tensor.to_local().view(-1)
-            shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-            if tuple(shape[1:]) != tuple(tensor.shape[1:]):
-                raise AssertionError(f"sharded over columns: {tensor.placements}")
-            self.start = offset[0] * math.prod(tensor.shape[1:])
-            self.stop = self.start + self.kept.numel()
+            self.start, self.stop = (row * math.prod(tensor.shape[1:]) for row in shard_rows(tensor))
         else:
             self.kept = tensor.detach().view(-1)
             self.start, self.stop = 0, tensor.numel()
@@ -141,6 +137,14 @@ class _Part:
         first, last = max(start, self.start), min(start + values.numel(), self.stop)
         if last > first:
             self.kept[first - self.start:last - self.start].copy_(values.reshape(-1)[first - start:last - start])
+
+
+def shard_rows(tensor: DTensor) -> tuple[int, int]:
+    """The rows (of the first dimension) of a DTensor that this rank holds."""
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    if tuple(shape[1:]) != tuple(tensor.shape[1:]):
+        raise AssertionError(f"sharded over columns: {tensor.placements}")
+    return (offset[0], offset[0] + shape[0]) if shape[0] else (0, 0)
 
 
 def _fill(source: Source, tensor: torch.Tensor) -> None:

@@ -13,6 +13,7 @@ from typing import Protocol
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from tonnage.facts.bases import FP8_BLOCK as BLOCK
 from tonnage.facts.bases import NF4_BLOCK, NF4_GROUP, fields
@@ -174,9 +175,12 @@ class Quantised(nn.Module):
     kept: dict[str, Kept]
 
     def dequantised(self, leaf: str, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """As whole as its codes are: of stacked experts those that are here."""
         kept = self.kept[leaf]
-        fields = {field: getattr(self, name).detach() for field, name in kept.names(leaf).items()}
-        return kept.format.dequantise(fields, kept.shape, kept.parts, dtype or kept.dtype)
+        fields = {field: self._parameters[name].detach() for field, name in kept.names(leaf).items()}
+        fields = {field: tensor.to_local() if isinstance(tensor, DTensor) else tensor for field, tensor in fields.items()}
+        shape = (len(fields["codes"]), *kept.shape[1:])
+        return kept.format.dequantise(fields, shape, kept.parts, dtype or kept.dtype)
 
 
 def quantise_module(module: nn.Module, kind: type[Quantised], leaves: list[str], base: str,

@@ -145,6 +145,7 @@ class Style:
             part at a time is computed again.
         reentrant: checkpointing holds the recomputed output while it goes backward.
         stream_bytes: of one number between layers; 0 is compute_bytes.
+        expert_gpus: GPUs that routed experts are spread over, to which tokens travel.
         inputs_on_host: checkpointed inputs are moved to the host, all but so many on their way; 0: they are not.
     """
 
@@ -171,6 +172,7 @@ class Style:
     reentrant: bool = False
     stream_bytes: int = 0
     inputs_on_host: int = 0
+    expert_gpus: int = 1
 
 
 def layer_tape(architecture: Architecture, i: int, rows: int, seq_tokens: int, style: Style) -> Tape:
@@ -366,21 +368,42 @@ class _Writer:
         scores = tape.add("scores_of_experts", pairs, probabilities, saves=("scores_of_experts",))
         if style.looped_experts:
             return self.experts_in_turn(x, scores, pairs / a.num_experts)
-        width = a.expert_intermediate
+        if style.expert_gpus > 1:
+            return self.experts_elsewhere(x, scores, pairs)
         chosen = tape.add("chosen", pairs * a.hidden, x)
-        both = self.stacked(chosen, "gate_up_proj", "gate_up", pairs)
-        tape.add("expert_act", pairs * width, both, saves=(both,))
-        product = tape.add("expert_product", pairs * width, "expert_act", both, saves=("expert_act", both))
-        down = self.stacked(product, "down_proj", "expert_down", pairs)
+        down = self.gated(chosen, pairs)
         weighted = tape.add("weighted", pairs * a.hidden, down, scores, saves=(down, scores))
         ordered = tape.add("ordered", pairs * a.hidden, weighted)
         return tape.add("routed", self.of(a.hidden), ordered)
+
+    def gated(self, chosen, pairs):
+        """SwiGLU of all experts on sorted tokens."""
+        tape, width = self.tape, self.a.expert_intermediate
+        both = self.stacked(chosen, "gate_up_proj", "gate_up", pairs)
+        tape.add("expert_act", pairs * width, both, saves=(both,))
+        product = tape.add("expert_product", pairs * width, "expert_act", both, saves=("expert_act", both))
+        return self.stacked(product, "down_proj", "expert_down", pairs)
+
+    def experts_elsewhere(self, x, scores, pairs):
+        """Routed experts to which tokens are sent, each rank receiving as many as it sends.
+
+        Source: transformers 5.24, distributed/expert_parallel.py, AllToAllEP.
+        """
+        tape, size = self.tape, pairs * self.a.hidden
+        sent = tape.add("sent", size, x)
+        received = tape.add("received", size, sent)
+        down = self.gated(tape.add("chosen", size, received), pairs)
+        last = down
+        for name in ("weighted", "ordered", "summed", "returned", "placed"):
+            last = tape.add(name, size, last)
+        weighed = tape.add("weighed", size, last, scores, saves=(last, scores))
+        return tape.add("routed", self.of(self.a.hidden), weighed)
 
     def stacked(self, x, name, output, pairs):
         """One matrix of all experts with its adapters, on sorted tokens: `pairs` bytes a unit of width."""
         a, tape, style = self.a, self.tape, self.style
         inputs, outputs = self.shapes[f"mlp.experts.{name}"]
-        weights = a.num_experts * inputs * outputs
+        weights = a.num_experts // style.expert_gpus * inputs * outputs
         adapted = f"mlp.experts.{name}" in style.adapted
         unpacked = weights * self.c * style.dequantised_weight
         base = tape.add(f"{output}.base" if adapted else output, pairs * outputs, x,

@@ -54,6 +54,7 @@ class Job:
     zero: ZeroLimits = ZeroLimits()
     compile: bool = False
     quantise: str = "none"
+    expert_gpus: int = 1
 
     @property
     def micro_tokens(self) -> int:
@@ -96,8 +97,24 @@ class Job:
         a = self.architecture
         if self.trains_all or not a.num_experts or "experts" not in self.targets:
             return sum(self.adapter_parameters)
-        experts = sum(_expert_adapters(a, i, self.targets, self.rank) for i in range(a.num_layers))
+        experts = sum(self.expert_adapters)
         return sum(self.adapter_parameters) - experts + experts * a.experts_per_token // a.num_experts
+
+    @cached_property
+    def expert_adapters(self) -> tuple[int, ...]:
+        """Those of `adapter_parameters` that belong to routed experts."""
+        a = self.architecture
+        if self.trains_all:
+            return (0,) * a.num_layers
+        return tuple(_expert_adapters(a, i, self.targets, self.rank) for i in range(a.num_layers))
+
+    @cached_property
+    def kept_experts(self) -> tuple[float, ...]:
+        """Those of `kept_layers` that are of routed experts."""
+        a = self.architecture
+        if self.trains_all or not a.num_experts:
+            return (0.0,) * a.num_layers
+        return tuple(_kept_experts(a, i, self.quantise, self.compute_bytes) for i in range(a.num_layers))
 
     @cached_property
     def kept_layers(self) -> tuple[float, ...]:
@@ -148,14 +165,20 @@ def _adapted(architecture, targets):
 def _kept_layers(architecture, quantise, compute_bytes):
     kept = []
     for i, layer in enumerate(architecture.layers):
-        size = compute_bytes * layer.total
+        size = compute_bytes * (layer.total - layer.routed_experts)
         for name, (inputs, outputs) in architecture.linear_shapes(i).items() if quantise != "none" else ():
-            if name != "mlp.gate":
-                count = architecture.num_experts if _is_expert(name) else 1
-                parts = 2 if name.endswith("gate_up_proj") else 1
-                size += count * (kept_bytes(quantise, (outputs, inputs), parts) - compute_bytes * inputs * outputs)
-        kept.append(size)
+            if name != "mlp.gate" and not _is_expert(name):
+                size += kept_bytes(quantise, (outputs, inputs)) - compute_bytes * inputs * outputs
+        kept.append(size + _kept_experts(architecture, i, quantise, compute_bytes))
     return tuple(kept)
+
+
+@lru_cache(maxsize=4096)
+def _kept_experts(architecture, i, quantise, compute_bytes):
+    if quantise == "none":
+        return compute_bytes * architecture.layers[i].routed_experts
+    return sum(architecture.num_experts * kept_bytes(quantise, (outputs, inputs), 2 if name.endswith("gate_up_proj") else 1)
+               for name, (inputs, outputs) in architecture.linear_shapes(i).items() if _is_expert(name))
 
 
 def adapted_shapes(architecture: Architecture, targets: tuple[str, ...]) -> list[tuple[int, int]]:
@@ -213,7 +236,7 @@ def job_of(config: Config, layout: Layout, architecture: Architecture) -> Job:
         attention=attention, loss="plain" if config.train.loss == "plain" else "chunked",
         loss_chunk_tokens=config.train.loss_chunk_tokens,
         packing=config.data.packing, zero=zero_limits(config.strategy.extra), compile=config.model.compile,
-        quantise=config.adapter.quantise)
+        quantise=config.adapter.quantise, expert_gpus=config.strategy.expert_gpus)
 
 
 def _steps_by_tokens(cut, seq_tokens, gpus):

@@ -42,7 +42,7 @@ def style_of(job: Job) -> Style:
     return Style(compute_bytes=job.compute_bytes, trains_base=job.trains_all, weight_gradient_bytes=job.compute_bytes,
                  rank=job.rank, adapted=adapted_names(job), adapter_bytes=job.compute_bytes, flash=job.attention != "eager",
                  masked=packed, holds_mask=packed, dropout=job.dropout > 0, dora=job.adapter == "dora",
-                 dequantised_weight=job.quantise != "none")
+                 dequantised_weight=job.quantise != "none", expert_gpus=job.expert_gpus)
 
 
 @dataclass(frozen=True)
@@ -108,9 +108,10 @@ def assemble(job: Job, style: Style, spread: Spread, loss: LossBytes) -> Memory:
     before = spread.embedding.whole
     for i, layer in enumerate(layers):
         so_far = held_root | {"gradients": summed, kept: below[i] + boundary}
-        whole = spread.layers[i].whole
+        whole, experts = spread.layers[i].whole, spread.layers[i].experts
         forward.append(so_far | {"gathered": before + copies * whole})
-        forward.append(so_far | {"gathered": copies * whole, "one layer's forward":
+        gathered = max(copies * whole, whole + copies * experts)
+        forward.append(so_far | {"gathered": gathered, "one layer's forward":
                                  layer.inference if checkpointed else layer.forward})
         before = 0.0 if spread.flat else whole
 
@@ -131,7 +132,7 @@ def assemble(job: Job, style: Style, spread: Spread, loss: LossBytes) -> Memory:
         ahead = spread.prefetches * (spread.layers[i - 1].whole if i else spread.embedding.whole)
         here = held_root | {
             "gradients": max(summed, spread.share * above) + (spread.second_sum if summed else 0.0),
-            "gathered": unit.whole + ahead,
+            "gathered": unit.whole + unit.experts + ahead,
             kept: below[i + 1] - (0 if checkpointed else layer.saved)}
         if spread.keeps_input_gradients:  # a layer's own output gradient is counted in its backward
             here |= {kept: below[-1], "gradients of layer inputs": max(0, a.num_layers - 2 - i) * between}

@@ -18,12 +18,13 @@ class Unit:
     """What is gathered and reduced at once: a layer, the embedding, the head. Bytes on one GPU.
 
     `whole`: its weights in the compute precision, where they are gathered. `gradient`: of its trained weights before
-    they are reduced; `reduced`: the fp32 buffer in which they are.
+    they are reduced; `reduced`: the fp32 buffer in which they are. `experts`: gathered besides while a layer's run.
     """
 
     whole: float = 0.0
     gradient: float = 0.0
     reduced: float = 0.0
+    experts: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,11 +87,11 @@ def _fsdp(job):
     managed = job.trains_all or n > 1 or job.offload != "none"
     frozen = job.kept_bytes
 
-    def unit(parameters, trains, kept=0.0):
-        return Unit((c * parameters + kept) * managed, c * trains, MASTER * trains)
+    def unit(parameters, trains):
+        return Unit(c * parameters * managed, c * trains, MASTER * trains)
 
     if managed:
-        units = tuple(unit(trains, trains, kept) for trains, kept in zip(layers, job.kept_layers, strict=True))
+        units = tuple(_layer_unit(job, i, trains) for i, trains in enumerate(layers))
         copies = 2 if job.trains_embeddings else 1  # peft trains a copy beside the frozen one
         if a.tied_embeddings:  # used first and last, so it stays with the root
             root = unit(copies * a.embedding_parameters + a.final_norm, embedding + norm)
@@ -114,6 +115,20 @@ def _fsdp(job):
         layers=units, embedding=embedding, head=head, root=root,
         root_gradient=c * a.embedding_parameters * (job.trains_head and a.tied_embeddings),
         save=MASTER * max(layers + [a.embedding_parameters if job.trains_head else 0]))
+
+
+def _layer_unit(job, i, trains):
+    """What is gathered and reduced of layer i, `trains` of whose parameters are trained.
+
+    Of experts that are spread over `expert_gpus`, the part of one GPU; frozen ones only where there are several copies.
+    """
+    e, c = job.expert_gpus, job.compute_bytes
+    if e == 1:
+        return Unit(job.kept_layers[i] + c * trains, c * trains, MASTER * trains)
+    spread = job.architecture.layers[i].routed_experts if job.trains_all else job.expert_adapters[i]
+    experts = c * spread / e + job.kept_experts[i] / e * (job.shard_gpus > e)
+    here = trains - spread + spread / e
+    return Unit(job.kept_layers[i] - job.kept_experts[i] + c * (trains - spread), c * here, MASTER * here, experts)
 
 
 def _zero(job):

@@ -26,7 +26,8 @@ def quiet_libraries() -> None:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # collectives that are remembered, for runtime/watchdog.py
     os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
-    os.environ.setdefault("TORCH_LOGS", "-torch.utils._pytree")  # deprecation notes that torchao causes
+    # deprecation notes that torchao causes; advice on how meshes of experts are gathered
+    os.environ.setdefault("TORCH_LOGS", "-torch.utils._pytree,-torch.distributed.tensor._redistribute")
     if driver_present():
         # rows of uneven length fragment the allocator until a late out-of-memory error
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")

@@ -80,7 +80,7 @@ def trace(config: Config, layout: Layout, say: Callable[[str], None] = lambda te
         head = LossHead(engine.model, config.train.loss, config.train.loss_chunk_tokens)
         tracker = Tracker(fake_mode=fake_mode)
         for part in (fake_mode, _Answers(), tracker, loss_phase(tracker, head), _one_sample_a_row(config),
-                     _attention_of(layout.device)):
+                     _attention_of(layout.device), _even_experts()):
             stack.enter_context(part)
         book_fsdp(tracker, engine)
         batches = [full_batch(layout.cut.micro_rows, config.data.seq_tokens) for _ in range(micro_batches)]
@@ -178,6 +178,24 @@ def _one_sample_a_row(config):
     if config.data.packing:
         return ExitStack()
     return mock.patch("transformers.masking_utils.find_packed_sequence_indices", lambda position_ids: None)
+
+
+def _even_experts():
+    """Within, each rank sends as many tokens to every rank that holds experts: how many it would is not known."""
+    from transformers.distributed import expert_parallel as ep
+
+    def dispatch(self, hidden, top_k_index, top_k_weights):
+        group, ranks = self.ep_mesh.get_group(), self.ep_mesh.size()
+        order = torch.argsort(top_k_index.reshape(-1))
+        each, rest = divmod(order.numel(), ranks)
+        sizes = [each + (rank < rest) for rank in range(ranks)]
+        sent = hidden[order // top_k_index.size(-1)]
+        received = ep._WaitTensor.apply(ep.all_to_all_single_autograd(sent, sizes, sizes, group))
+        experts = torch.arange(order.numel(), device=order.device).remainder(self.num_local_experts).unsqueeze(-1)
+        return received, experts, torch.ones_like(experts, dtype=received.dtype), ep._AllToAllState(
+            top_k_weights, order, sizes, sizes, hidden.size(0))
+
+    return mock.patch.object(ep.AllToAllEP, "_dispatch_tokens", dispatch)
 
 
 def _attention_of(device):

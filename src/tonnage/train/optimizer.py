@@ -8,21 +8,23 @@ from tonnage.models.build import full_shape
 
 
 def parameter_groups(model: nn.Module, optimizer: Optimizer) -> list[dict]:
-    """Trained parameters in two groups: with weight decay, and norms, biases and embeddings without.
+    """Trained parameters in groups: with weight decay, and norms, biases and embeddings without; each by its mesh.
 
-    `decay_all=true` puts everything in the first. Groups are never empty.
+    `decay_all=true` lets all decay. Groups are never empty. A mesh: torch updates tensors of one together.
     """
     embeddings = {id(parameter) for module in model.modules() if isinstance(module, nn.Embedding)
                   for parameter in module.parameters(recurse=False)}
-    decayed, plain = [], []
+    groups = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             # under ZeRO-3 a parameter itself is empty and flat
             exempt = (len(full_shape(parameter)) < 2 or id(parameter) in embeddings or name.endswith(".bias")
                       or "norm" in name)
-            (plain if exempt and not optimizer.decay_all else decayed).append(parameter)
-    groups = [{"params": decayed, "weight_decay": optimizer.weight_decay}, {"params": plain, "weight_decay": 0.0}]
-    return [group for group in groups if group["params"]]
+            key = exempt and not optimizer.decay_all, getattr(parameter, "device_mesh", None)
+            groups.setdefault(key, []).append(parameter)
+    # DeepSpeed numbers them: those that decay first
+    return [{"params": parameters, "weight_decay": 0.0 if exempt else optimizer.weight_decay}
+            for (exempt, _), parameters in sorted(groups.items(), key=lambda item: item[0][0])]
 
 
 def build_optimizer(model: nn.Module, optimizer: Optimizer) -> torch.optim.Optimizer:

@@ -248,8 +248,9 @@ def make_engine(config: Config, strategy: str, gpus_per_node: int, cut: BatchCut
     from tonnage.engines.fsdp import FsdpEngine
 
     shard = shard_gpus(config, strategy, dist.get_world_size(), gpus_per_node)
-    return FsdpEngine(shard_gpus=shard, precision=config.precision.name, offload=config.strategy.offload == "all",
-                      reshard_after_forward=config.strategy.reshard_after_forward, clip_norm=clip,
+    return FsdpEngine(shard_gpus=shard, expert_gpus=config.strategy.expert_gpus, precision=config.precision.name,
+                      offload=config.strategy.offload == "all", clip_norm=clip,
+                      reshard_after_forward=config.strategy.reshard_after_forward,
                       compile_layers=config.model.compile, timeout_s=config.cluster.timeout_s, device=device)
 
 
