@@ -111,3 +111,68 @@ def test_a_run_goes_on_with_experts_spread_otherwise(pools, families, tmp_path, 
         assert found_losses == losses[2:] and all(torch.equal(found[name], expected[name]) for name in expected)
     else:
         assert found_losses == pytest.approx(losses[2:], rel=1e-5 if optimizer == "adamw" else 1e-2)
+
+
+# ---- routers
+
+def balanced(folder, strategy, micro, adapter, *overrides):
+    """Two windows with balancing; (figures a step, what routers are then, by name)."""
+    config = config_for(strategy, f"adapter={adapter}", f"batch.micro_rows={micro}", "optimizer=sgd",
+                        "optimizer.learning_rate=0.5", *overrides)
+    s = open_tiny(config, folder)
+    loop.train(s)
+    found = {name: s.engine.whole(p).clone() for name, p in s.engine.model.named_parameters() if ".gate.weight" in name}
+    found |= {name: buffer.clone() for name, buffer in s.engine.model.named_buffers() if "correction_bias" in name}
+    s.engine.close()
+    keys = ("loss", "router_load_max", "router_entropy", "router_idle_experts", "router_aux_loss")
+    return [{key: line[key] for key in keys if key in line} for line in s.metrics.lines], found
+
+
+@pytest.mark.parametrize("strategy, world, micro, overrides", [
+    ("fsdp", 1, 1, ()), ("fsdp", 2, 2, ()), ("fsdp", 2, 1, EXPERT_PARALLEL), ("zero3", 2, 3, ()),
+    ("fsdp", 2, 2, ("model.activation_checkpointing=full",))])
+@pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_moe"])
+def test_balancing_does_not_depend_on_the_cut(pools, families, family, strategy, world, micro, overrides):
+    options = ["train.router_aux_loss=0.5", *(["train.router_bias_rate=0.01"] if family == "deepseek_v3" else [])]
+    expected, routers = pools(1).run(balanced, families(family), "fsdp", 7, "full", *options)[0]
+    figures, found = pools(world).run(balanced, families(family), strategy, micro, "full", *options, *overrides)[0]
+    assert all(line["router_aux_loss"] >= 0.9 for line in expected)  # 1 is even, of any one row
+    for line, wanted in zip(figures, expected, strict=True):
+        assert line == pytest.approx(wanted, rel=1e-5)
+    for name, tensor in routers.items():
+        assert torch.allclose(found[name], tensor, rtol=1e-4, atol=1e-6), name
+    biases = [name for name in routers if name.endswith("bias")]
+    assert len(biases) == (family == "deepseek_v3") and all(torch.equal(found[name], routers[name]) for name in biases)
+
+
+def test_balance_loss_by_its_definition(families):
+    """Of one row, written out; and its gradient reaches the router."""
+    from types import SimpleNamespace
+
+    from tonnage.config.schema import Train
+    from tonnage.data.collate import MicroBatch
+    from tonnage.train.routing import Routing
+
+    torch.manual_seed(0)
+    logits, experts, top_k, tokens = torch.randn(7, 4, requires_grad=True), 4, 2, 5  # two positions are padding
+    index = logits.detach().topk(top_k).indices
+    model = torch.nn.Module()
+    model.config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(router_aux_loss_coef=0.1))
+    routing = Routing(model, Train(), trains_all=True)
+    routing.biased, routing.row_N = False, MicroBatch(
+        torch.zeros(1, 7), None, None, None, tokens, 0, (tokens,)).row_of_tokens()
+    found = routing._balance(logits, index)
+    scores = logits[:tokens].softmax(-1)
+    share = torch.stack([(index[:tokens] == e).sum() / tokens * experts / top_k for e in range(experts)])
+    expected = sum(share[e] * scores[:, e].mean() for e in range(experts))
+    assert float(found) == pytest.approx(float(expected), rel=1e-6)
+    found.backward()
+    assert logits.grad[:tokens].any() and not logits.grad[tokens:].any()
+
+
+def test_an_adapter_leaves_routers_alone_and_balancing_is_refused(pools, families):
+    figures, _ = pools(1).run(balanced, families("deepseek_v3"), "fsdp", 7, "lora")[0]
+    assert all(set(line) == {"loss", "router_load_max", "router_entropy", "router_idle_experts"} for line in figures)
+    assert all(1 <= line["router_load_max"] <= 8 and 0 < line["router_entropy"] <= 1 for line in figures)
+    with pytest.raises(AssertionError, match="train.router_aux_loss=0.1: routers are frozen under an adapter"):
+        pools(1).run(balanced, families("deepseek_v3"), "fsdp", 7, "lora", "train.router_aux_loss=0.1")

@@ -14,6 +14,7 @@ from tonnage.config.rules import resolve_layout
 from tonnage.data.pack import Row
 from tonnage.report.console import StepProgress
 from tonnage.train.loss import LossHead
+from tonnage.train.routing import Routing
 from tonnage.train.schedule import peak_learning_rate
 from tonnage.train.session import Session, engine_parts, make_engine, resolve_attention
 from tonnage.train.source import PreparedSource
@@ -94,7 +95,8 @@ def open_tiny(config, folder: str, rows=None, run_folder: Path | None = None, gr
     return Session(
         config=config, folder=run_folder or Path(tempfile.mkdtemp(prefix="tonnage-tiny-")), run_id="tiny", group=group or dist.group.WORLD,
         patient_group=group or dist.group.WORLD, cut=layout.cut, engine=engine,
-        head=LossHead(engine.model, config.train.loss, 16), source=source, tokenizer=SimpleNamespace(pad_token_id=0),
+        head=LossHead(engine.model, config.train.loss, 16),
+        routing=Routing(engine.model, config.train, config.adapter.name == "full"), source=source, tokenizer=SimpleNamespace(pad_token_id=0),
         flat=False, eval_rows=None, num_steps=num_steps,
         peak_rate=peak_learning_rate(config.optimizer, config.adapter.name, layout.cut.global_rows), attempt=1,
         metrics=Recorder(), progress=StepProgress(num_steps, 0, show=False),

@@ -31,7 +31,7 @@ class PlainEngine:
                            for name, shape in shapes.items()}
         self.states = {id(p): {key: torch.randn(p.shape, generator=generator) for key in ("exp_avg", "exp_avg_sq")}
                        for p in self.parameters.values()}
-        self.num_steps = None
+        self.num_steps, self.model = None, torch.nn.Module()
 
     def trained(self):
         return iter(self.parameters.items())

@@ -187,6 +187,10 @@ class Train:
     loss: Literal["auto", "chunked", "plain"] = key("auto", "chunked never holds the whole logits; auto is chunked "
                                                             "where the head allows it")
     loss_chunk_tokens: Count = key(1024, "label tokens whose logits are held at once")
+    router_aux_loss: NonNegative | Auto = key("auto", "mixtures of experts: weight of the balance loss, a row at a time; "
+                                                      "auto is config.json's where every weight is trained, else 0")
+    router_bias_rate: NonNegative | Auto = key("auto", "DeepSeek-V3: how far a window moves the routers' biases; auto is "
+                                                       "0.001 where every weight is trained, else 0")
     max_nonfinite_steps: Count = key(5, "stop after this many steps in a row with a non-finite gradient")
     audit: bool = key(True, "after the first steps, check that every trained tensor has received a gradient")
 

@@ -16,7 +16,10 @@ import torch
 
 @dataclass
 class MicroBatch:
-    """One forward. `label_index_N` points into the flattened [B*T] positions whose next token is learnt."""
+    """One forward. `label_index_N` points into the flattened [B*T] positions whose next token is learnt.
+
+    `row_tokens`: tokens of each row, without padding.
+    """
 
     input_ids_BT: torch.Tensor
     position_ids_BT: torch.Tensor
@@ -24,12 +27,22 @@ class MicroBatch:
     targets_N: torch.Tensor
     num_input_tokens: int
     num_label_tokens: int
+    row_tokens: tuple[int, ...] = ()
+
+    def row_of_tokens(self) -> torch.Tensor:
+        """The row of each of the [B*T] positions, -1 for padding."""
+        shape, device = self.input_ids_BT.shape, self.input_ids_BT.device
+        lengths = torch.tensor(self.row_tokens or (0,) * shape[0], device=device)
+        rows = torch.arange(len(lengths), device=device)
+        if len(lengths) > shape[0]:  # end to end in one
+            return rows.repeat_interleave(lengths)
+        return rows[:, None].where(torch.arange(shape[1], device=device) < lengths[:, None], -1).flatten()
 
     def to(self, device: torch.device) -> "MicroBatch":
         """The same on `device`."""
         moved = [tensor.to(device, non_blocking=True) for tensor in
                  (self.input_ids_BT, self.position_ids_BT, self.label_index_N, self.targets_N)]
-        return MicroBatch(*moved, self.num_input_tokens, self.num_label_tokens)
+        return MicroBatch(*moved, self.num_input_tokens, self.num_label_tokens, self.row_tokens)
 
 
 def collate(rows: Sequence, pad_token: int, flat: bool = False) -> MicroBatch:
@@ -58,7 +71,8 @@ def collate(rows: Sequence, pad_token: int, flat: bool = False) -> MicroBatch:
             # counting on keeps one causal segment a row, for which attention needs no mask at all
             positions[i, size:] = row.positions[-1] + 1 + np.arange(longest - size)
     batch = _tensors(ids, positions, labels)
-    return MicroBatch(*batch, num_input_tokens=num_tokens, num_label_tokens=len(batch[-1]))
+    return MicroBatch(*batch, num_input_tokens=num_tokens, num_label_tokens=len(batch[-1]),
+                      row_tokens=tuple(len(row.tokens) for row in rows))
 
 
 def _tensors(ids_BT, positions_BT, labels_BT):

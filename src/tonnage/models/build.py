@@ -46,15 +46,17 @@ def build_model(folder: str, model: Model, adapter: Adapter, attention: str, fro
     if (Path(folder) / "generation_config.json").is_file():
         built.generation_config = GenerationConfig.from_pretrained(folder)
     built.tie_weights()  # on meta that is left out, and an engine would take one weight for two
-    # from_pretrained does this, from_config does not; what is trained has one precision
-    keep = [*built.named_buffers(), *(built.named_parameters() if adapter.name != "full" else ())]
-    for name, tensor in keep:
+    # from_pretrained does this, from_config does not
+    for name, tensor in (*built.named_buffers(), *built.named_parameters()):
         if any(word in name for word in built._get_dtype_plan(dtype)):
             tensor.data = tensor.data.float()
     if adapter.quantise != "none":
         quantise(built, adapter.quantise)
     if adapter.name != "full":
         built = add_adapter(built, adapter, trains_embeddings=bool(model.new_tokens), dtype=trained_dtype)
+    else:  # a router may be fp32 from its class; ZeRO-3 lays trained weights end to end
+        for parameter in built.parameters():
+            parameter.data = parameter.data.to(dtype)
     if model.activation_checkpointing == "full":
         # reentrant checkpointing needs an input that requires grad, and reduces twice under ZeRO-2
         built.gradient_checkpointing_enable({"use_reentrant": False})
@@ -222,6 +224,14 @@ def _kind(name):
         if any(word in name for word in words):
             return kind
     return "other"
+
+
+def moved_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Buffers that files hold and that may change where every weight is trained: the biases of DeepSeek-V3's routers."""
+    if hasattr(model, "peft_config"):
+        return {}
+    return {f"{path}.{leaf}": buffer for path, module in model.named_modules() for leaf, buffer in module._buffers.items()
+            if buffer is not None and leaf not in module._non_persistent_buffers_set}
 
 
 def full_shape(parameter: nn.Parameter) -> torch.Size:

@@ -31,7 +31,7 @@ from tonnage.data.windows import Cursor
 from tonnage.engines.base import Engine
 from tonnage.errors import CheckpointError
 from tonnage.facts.sizes import SAVE_FILE_BYTES
-from tonnage.models.build import full_shape
+from tonnage.models.build import full_shape, moved_buffers
 from tonnage.runtime.logs import LOG
 from tonnage.runtime.watchdog import beat
 
@@ -134,6 +134,8 @@ def load(path: Path, engine: Engine, num_updates: int, with_states: bool = True)
         engine.fill(parameter, tensors[name])
         if with_states and num_updates:
             engine.fill_states(parameter, tensors.states(name), num_updates)
+    for name, buffer in moved_buffers(engine.model).items():
+        buffer.copy_(tensors[name])
 
 
 def rotate(saved: Path, run_id: str, newest: int, best_step: int | None, every_steps: int | None) -> None:
@@ -218,6 +220,8 @@ def _write_tensors(temporary, engine, position):
             failure = error
     if failure is None:
         try:
+            if rank == 0:
+                writer.add({name: buffer.to("cpu", copy=True) for name, buffer in moved_buffers(engine.model).items()})
             writer.flush()
         except (OSError, SafetensorError) as error:
             failure = error
@@ -229,7 +233,7 @@ def _write_tensors(temporary, engine, position):
 def _check_tensor(name, tensor, shape, num_updates):
     if tensor.shape != shape or tensor.numel() == 0:
         raise CheckpointError(f"{name}: gathered as {list(tensor.shape)}, expected {list(shape)}")
-    if num_updates and ".lora_B." in name and not tensor.any():
+    if num_updates and "lora_B" in name and not tensor.any():
         raise CheckpointError(f"{name}: all zero after {num_updates} updates, so this adapter has learnt nothing")
 
 

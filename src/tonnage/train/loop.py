@@ -83,6 +83,7 @@ def run_window(s: Session, rows, step: int) -> dict | None:
         raise TrainingError(f"window {step} has no label token; preparation should have dropped such rows")
 
     seed_window(s.config.seed, step, s.rank)
+    s.routing.begin_window(len(rows), s.engine.device)
     # engines average gradients over ranks; with this factor the average is the sum over the window / its label tokens
     scale = s.world_size / label_tokens
     total = torch.zeros((), device=s.engine.device)
@@ -91,18 +92,23 @@ def run_window(s: Session, rows, step: int) -> dict | None:
             s.engine.discard()
             return None
         beat(f"forward and backward of micro-batch {i + 1} of {len(batches)}, step {step}")
-        loss = loss_sum(s.engine.forward, s.head, batch.to(s.engine.device))
+        batch = batch.to(s.engine.device)
+        s.routing.begin(batch, s.world_size * s.engine.loss_scale)
+        loss = loss_sum(s.engine.forward, s.head, batch)
+        s.routing.forward_done()
         total += loss.detach()
         s.engine.backward(loss * scale, last=i == len(batches) - 1)
+        s.routing.end()
         s.progress.micro(i + 1, len(batches))
     beat(f"the update of step {step}")
     rate = learning_rate(s.config.schedule, s.peak_rate, step, s.num_steps)
     outcome = s.engine.step(rate)
     dist.all_reduce(total)
     first_step_done()
+    routing = s.routing.end_window(outcome.applied, s.group)
     return {"loss": float(total) / label_tokens, "grad_norm": outcome.grad_norm, "applied": outcome.applied,
             "overflow": outcome.overflow, "learning_rate": rate, "label_tokens": label_tokens,
-            "input_tokens": input_tokens, "rows": len(rows), "accumulation_steps": len(batches)}
+            "input_tokens": input_tokens, "rows": len(rows), "accumulation_steps": len(batches), **routing}
 
 
 def seed_window(seed: int, step: int, rank: int) -> None:

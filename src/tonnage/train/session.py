@@ -33,6 +33,7 @@ from tonnage.train import checkpoint, probes
 from tonnage.train.evaluate import answer, evaluate
 from tonnage.train.loss import LossHead
 from tonnage.train.optimizer import build_optimizer
+from tonnage.train.routing import Routing
 from tonnage.train.schedule import peak_learning_rate
 from tonnage.train.source import PreparedSource, Source, StreamSource
 
@@ -96,6 +97,7 @@ class Session:
     cut: BatchCut
     engine: Engine
     head: LossHead
+    routing: Routing
     source: Source
     tokenizer: object
     flat: bool
@@ -298,6 +300,7 @@ def open_session(config: Config, run_folder: Path, model_folder: str, layout: La
     engine = make_engine(config, layout.strategy, layout.gpus_per_node, layout.cut, device)
     engine.prepare(engine_parts(config, model_folder, attention))
     head = LossHead(engine.model, config.train.loss, config.train.loss_chunk_tokens)
+    routing = Routing(engine.model, config.train, config.adapter.name == "full")
     vocab = engine.model.config.get_text_config().vocab_size
     probes.probe_loss(engine, head, vocab, config.precision.name, flat)
     if config.data.packing or flat:
@@ -313,7 +316,7 @@ def open_session(config: Config, run_folder: Path, model_folder: str, layout: La
                                  config.checkpoint.keep + (config.checkpoint.keep_best and eval_rows is not None))
     return Session(
         config=config, folder=run_folder, run_id=run_id, group=group,
-        patient_group=patient_group, cut=cut, engine=engine, head=head, source=source,
+        patient_group=patient_group, cut=cut, engine=engine, head=head, routing=routing, source=source,
         tokenizer=tokenizer, flat=flat, eval_rows=eval_rows, num_steps=num_steps,
         peak_rate=peak_learning_rate(config.optimizer, config.adapter.name, cut.global_rows), attempt=attempt,
         metrics=Metrics(run_folder, config.tracker, attempt, runs.read_config(run_folder)) if main else None,

@@ -1,0 +1,152 @@
+"""What routers do in a window: how evenly they load their experts, and the two ways of balancing that load.
+
+Shapes: L layers with experts, E experts of a layer, N = B*T tokens of a micro-batch, K experts of a token, R its rows.
+Everything is a sum over tokens or rows, so the cut of a window into micro-batches and ranks changes none of it.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tonnage.config.schema import Train
+from tonnage.data.collate import MicroBatch
+from tonnage.errors import ConfigError
+
+BIAS = "e_score_correction_bias"
+BIAS_RATE = 0.001  # gamma. Source: arXiv 2412.19437, section 4.2
+COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_alpha")  # of config.json
+
+
+class Routing:
+    """Watches the routers of a model; without experts it does nothing.
+
+    The balance loss of a row is the sum over experts of f * P, where f is the expert's share of the row's choices times E
+    and P the mean of its normalised scores over the row (arXiv 2412.19437, section 2.1.2, equations 17 to 20); a window's
+    is the mean over its rows and layers. A router's bias is moved once a window, by the rate: up for experts with fewer
+    tokens than the mean, down for those with more (the same, auxiliary-loss-free balancing).
+
+    Args:
+        trains_all: every weight is trained; with an adapter routers are frozen, and `auto` balances nothing.
+
+    Raises:
+        ConfigError: balancing that is asked for where there is nothing to balance.
+    """
+
+    def __init__(self, model: nn.Module, train: Train, trains_all: bool):
+        self.routers = [router for parent in model.modules() for router in _routers(parent)]
+        config = model.config.get_text_config()
+        given = [getattr(config, name) for name in COEFFICIENTS if getattr(config, name, None) is not None]
+        self.coefficient = (given[0] if given and trains_all else 0.0) if train.router_aux_loss == "auto" else (
+            train.router_aux_loss)
+        self.biased = bool(self.routers) and hasattr(self.routers[0], BIAS)
+        self.bias_rate = BIAS_RATE * (trains_all and self.biased) if train.router_bias_rate == "auto" else (
+            train.router_bias_rate)
+        for key, asked, nothing in (("router_aux_loss", train.router_aux_loss, not self.routers or not trains_all),
+                                    ("router_bias_rate", train.router_bias_rate, not self.biased or not trains_all)):
+            if asked not in ("auto", 0.0) and nothing:
+                raise ConfigError(f"train.{key}={asked}: " + ("routers are frozen under an adapter" if not trains_all else
+                                  "this model has no such routers") + f"; use train.{key}=0")
+        self.counting, self.row_N = False, None
+        for layer, router in enumerate(self.routers):
+            router.register_forward_hook(lambda module, args, out, layer=layer: self._seen(layer, *out))
+
+    def begin_window(self, num_rows: int, device: torch.device) -> None:
+        """Forget what was counted; `num_rows` of the whole window."""
+        if self.routers:
+            self.num_rows = num_rows
+            self.counts_LE = torch.zeros(len(self.routers), self.routers[0].num_experts, dtype=torch.int64, device=device)
+            self.loss = torch.zeros((), dtype=torch.float64, device=device)
+
+    def begin(self, batch: MicroBatch, scale: float) -> None:
+        """From now on forward passes, and their repetitions in backward, are those of `batch`.
+
+        Args:
+            scale: what the engine divides gradients by.
+        """
+        if self.routers:
+            self.row_N, self.counting, self.scale = batch.row_of_tokens(), True, scale
+
+    def forward_done(self) -> None:
+        """What is computed from now on is computed again."""
+        self.counting = False
+
+    def end(self) -> None:
+        """Leave forward passes alone."""
+        self.row_N = None
+
+    def _seen(self, layer, logits_NE, weights_NK, index_NK):
+        if self.row_N is None:
+            return None
+        real_N = self.row_N >= 0
+        if self.counting:
+            chosen = index_NK[real_N].flatten()
+            self.counts_LE[layer].scatter_add_(0, chosen, torch.ones_like(chosen))
+        if not self.coefficient:
+            return None
+        balance = self._balance(logits_NE, index_NK) / self.num_rows / len(self.routers)
+        if self.counting:
+            self.loss += balance.detach()
+        return logits_NE, _Beside.apply(weights_NK, self.coefficient * self.scale * balance), index_NK
+
+    def _balance(self, logits_NE, index_NK):
+        """Sum over the rows of a micro-batch."""
+        experts, top_k = logits_NE.shape[1], index_NK.shape[1]
+        scores_NE = logits_NE.float().sigmoid() if self.biased else logits_NE.float().softmax(-1)
+        scores_NE = scores_NE / scores_NE.sum(-1, keepdim=True)
+        real_N = self.row_N >= 0
+        if not real_N.any():
+            return (scores_NE * 0.0).sum()
+        row_N, num_rows = self.row_N[real_N], int(self.row_N.max()) + 1
+        tokens_R = torch.bincount(row_N, minlength=num_rows).clamp_min(1)[:, None]
+        chosen_NE = torch.zeros_like(scores_NE).scatter_(1, index_NK, 1.0)[real_N]
+        zeros_RE = scores_NE.new_zeros(num_rows, experts)
+        share_RE = zeros_RE.index_add(0, row_N, chosen_NE) * experts / top_k / tokens_R
+        mean_RE = zeros_RE.index_add(0, row_N, scores_NE[real_N]) / tokens_R
+        return (share_RE * mean_RE).sum()
+
+    def end_window(self, applied: bool, group: dist.ProcessGroup) -> dict[str, float]:
+        """Figures of the window over all ranks; moves the biases where the update was applied (collective).
+
+        router_load_max: tokens of the fullest expert relative to an even share, the most of all layers.
+        router_entropy: of the load, 1 where it is even, the mean of layers. router_idle_experts: without a token, of all
+        layers. No token is dropped: experts have no capacity. router_aux_loss: the balance loss.
+        """
+        if not self.routers:
+            return {}
+        counts_LE, loss = self.counts_LE.cpu(), self.loss.cpu()
+        dist.all_reduce(counts_LE, group=group)
+        if self.bias_rate and applied:
+            with torch.no_grad():
+                for router, counts_E in zip(self.routers, counts_LE, strict=True):
+                    bias_E = getattr(router, BIAS)
+                    bias_E += self.bias_rate * torch.sign(counts_E.double().mean() - counts_E).to(bias_E)
+        shares_LE = counts_LE.double() / counts_LE.sum(-1, keepdim=True).clamp_min(1)
+        entropy_L = -(shares_LE * shares_LE.clamp_min(1e-12).log()).sum(-1)
+        figures = {"router_load_max": float(shares_LE.max()) * counts_LE.shape[1],
+                   "router_entropy": float((entropy_L / torch.tensor(float(counts_LE.shape[1])).log()).mean()),
+                   "router_idle_experts": int((counts_LE == 0).sum())}
+        if self.coefficient:
+            dist.all_reduce(loss, group=group)
+            figures["router_aux_loss"] = float(loss)
+        return figures
+
+
+class _Beside(torch.autograd.Function):
+    """`x` as it is; the gradient of `loss` is 1, so that it is minimised beside what becomes of x."""
+
+    @staticmethod
+    def forward(ctx, x, loss):
+        ctx.loss = loss.dtype
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, torch.ones((), dtype=ctx.loss, device=grad.device)
+
+
+def _routers(parent):
+    """The module beside `experts` that has one weight row for each of them."""
+    if not isinstance(getattr(parent, "experts", None), nn.Module):
+        return []
+    return [child for child in parent.children() if child is not parent.experts and hasattr(child, "top_k")
+            and getattr(child, "weight", None) is not None]
