@@ -13,7 +13,7 @@ from tonnage.facts.gpus import GPUS
 from tonnage.facts.models import MODELS
 from tonnage.plan import tables, text
 from tonnage.plan.planner import MOST_MICRO_TOKENS, architecture_of, make_plan, plan_layout
-from tonnage.plan.search import remedies, search
+from tonnage.plan.search import GAIN, remedies, search
 from tonnage.plan.verdict import DOES_NOT_FIT, FITS, TIGHT, verdict
 
 GIB = 2**30
@@ -99,6 +99,11 @@ def test_what_does_not_fit_comes_with_overrides_that_do():
         assert again.verdict == FITS and again.memory.peak_bytes / GIB == pytest.approx(one.peak_gib)
 
 
+def test_auto_keeps_one_copy_of_what_is_offloaded():
+    _, plan = planned("model=llama70b", "adapter=full", "gpu=h100", "gpus=16", "strategy.offload=all")
+    assert plan.layout.strategy == "fsdp"  # hsdp fits the GPUs too, with a copy in the memory of each node
+
+
 def test_a_search_ranks_what_fits_and_proposes_only_what_the_rules_accept():
     config, plan = planned("model=qwen7b", "adapter=full", "gpu=a100_80gb", "gpus=4")
     found = search(config, plan)
@@ -134,13 +139,13 @@ def test_a_search_offers_quantised_bases_in_words_that_make_them(overrides, offe
         assert again.memory.peak_bytes / GIB == pytest.approx(one.peak_gib)
 
 
-def test_a_remedy_changes_no_more_than_another_that_is_as_fast():
+def test_a_remedy_changes_no_more_than_another_that_is_nearly_as_fast():
     config, plan = planned("model=deepseek671b", "gpu=h200", "gpus=8")
     advice = [one for one in remedies(config, plan) if not {"gpus", "gpu"} & set(one.changed)]
     assert {"adapter", "adapter.quantise"} <= {key for one in advice for key in one.changed}
     for one in advice:
         assert not [other for other in advice if set(other.changed) < set(one.changed)
-                    and other.tokens_per_s >= one.tokens_per_s]
+                    and GAIN * other.tokens_per_s >= one.tokens_per_s]
 
 
 def test_unknown_arithmetic_gives_no_speed_and_unknown_prices_no_cost():

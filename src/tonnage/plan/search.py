@@ -17,6 +17,7 @@ from tonnage.plan.verdict import DOES_NOT_FIT, FITS
 # what a change of these makes another run of: it comes last among the remedies
 LEARNED = ("adapter", "adapter.quantise", "optimizer", "precision")
 MOST_GPUS = 4096
+GAIN = 1.05  # in speed, for which a remedy may change more than another does
 
 
 @dataclass(frozen=True)
@@ -81,15 +82,15 @@ def search(config: Config, plan: Plan, extremes: bool = False) -> Search:
 
 def remedies(config: Config, plan: Plan, most: int = 3) -> list[Found]:
     """The nearest configurations that fit: the fewest changes first, then those that leave alone what is learned, then
-    the fastest; none that changes more than another and is no faster; one with more GPUs and one with a larger GPU where
-    they help."""
+    the fastest; none that changes more than another for less than GAIN; one with more GPUs and one with a larger GPU
+    where they help."""
     fitting = [one for one in search(config, plan, extremes=True).fitting if one.verdict == FITS]
     fitting.sort(key=lambda one: (len(one.changed) + 2 * sum(key in LEARNED for key in one.changed),
                                   -(one.tokens_per_s or 0)))
     chosen = []
     for one in fitting:
-        if not any(set(other.changed) <= set(one.changed) and (other.tokens_per_s or 0) >= (one.tokens_per_s or 0)
-                   for other in chosen):
+        if not any(set(other.changed) <= set(one.changed)
+                   and GAIN * (other.tokens_per_s or 0) >= (one.tokens_per_s or 0) for other in chosen):
             chosen.append(one)
     return chosen[:most] + [one for one in (_more_gpus(config, plan), _larger_gpu(config, plan)) if one is not None]
 
