@@ -54,11 +54,11 @@ class Part:
 
 PARTS = {part.name: part for part in (
     Part("lora", "8B, LoRA", "llama8b", ("adapter=lora",), 8, 60),
-    Part("full", "8B, full, states in 8 bits", "llama8b", ("adapter=full", "optimizer=adamw8bit"), 4, 90),
-    Part("full-half", "8B, full, 16 of 32 layers", "llama8b", ("adapter=full",), 4, 50, layers=16),
-    Part("qlora", "8B, LoRA on NF4", "llama8b", ("adapter=qlora",), 8, 70),
-    Part("loss-chunked", "2 layers, 128k words, chunked loss", "llama8b", ("train.loss=chunked",), 8, 40, layers=2),
-    Part("loss-plain", "2 layers, 128k words, plain loss", "llama8b", ("train.loss=plain",), 8, 40, layers=2),
+    Part("full", "8B, full, states in 8 bits", "llama8b", ("adapter=full", "optimizer=adamw8bit"), 4, 110),
+    Part("full-half", "8B, full, 16 of 32 layers", "llama8b", ("adapter=full",), 4, 45, layers=16),
+    Part("qlora", "8B, LoRA on NF4", "llama8b", ("adapter=qlora",), 8, 65),
+    Part("loss-chunked", "2 layers, 128k words, chunked loss", "llama8b", ("train.loss=chunked",), 8, 35, layers=2),
+    Part("loss-plain", "2 layers, 128k words, plain loss", "llama8b", ("train.loss=plain",), 8, 35, layers=2),
     Part("moe", "16B mixture, LoRA", "deepseek16b", ("adapter=lora",), 8, 60),
     Part("fp8", "8B, LoRA, products in FP8 (beside lora)", "llama8b", ("adapter=lora", "precision=fp8"), 8, 60))}
 
@@ -144,7 +144,7 @@ def measure(part: Part, device: str, tiny: bool) -> dict:
         raise NotRun("torch sees no GPU")
     quiet_libraries()
     if not torch.distributed.is_initialized():
-        ranks.join(ranks.Place("none", 0, 1, 0, 1), 1, device, 1800.0, "auto")
+        ranks.join(ranks.Place("none", 0, 1, 0, 1), 1, device, 1800.0, "auto" if device == "cuda" else 1)
     try:
         with tempfile.TemporaryDirectory(prefix="tonnage-gpu-") as folder:
             return steps_of(part, shaped(part, tiny, Path(folder)), device, tiny, first_gpu() if device == "cuda" else None)

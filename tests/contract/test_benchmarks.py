@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import zipfile
 
 from tonnage.config.compose import ROOT
 
@@ -51,7 +52,12 @@ def test_the_gpu_benchmark_says_what_was_not_run_and_labels_a_rehearsal(tmp_path
     found, table = json.loads((tmp_path / "gpu.json").read_text()), (tmp_path / "gpu.md").read_text()
     assert found["rehearsal"] and found["versions"]["torch"] and "not_run" not in found["parts"]["loss-plain"]
     assert table.startswith("REHEARSAL") and "2 layers, 128k words, plain loss | 2 x 2 |" in table
-    without = subprocess.run([sys.executable, "benchmarks/gpu.py", "--parts", "moe", "--output", tmp_path / "no.json"],
-                             cwd=ROOT, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True,
-                             timeout=300)
-    assert without.returncode == 1 and "not run: torch sees no GPU" in without.stdout
+
+
+def test_the_gpu_benchmark_takes_libraries_from_wheels_and_says_which_is_missing(tmp_path):
+    with zipfile.ZipFile(tmp_path / "hydra_core-0-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("hydra/__init__.py", "raise ImportError('this hydra is from the wheel')")
+    done = subprocess.run([ROOT / "benchmarks" / "gpu.sh", "--parts", "moe", "--output", tmp_path / "gpu.json"],
+                          env=os.environ | {"PYTHON": sys.executable, "WHEELS": str(tmp_path)}, capture_output=True,
+                          text=True, timeout=300)
+    assert done.returncode == 1 and "not run: this hydra is from the wheel" in done.stdout, done.stdout + done.stderr
