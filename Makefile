@@ -57,6 +57,7 @@ docs: setup
 	$(PY) -m tonnage.facts.docs > docs/models.md
 	$(PY) launch/plan.py --validate --plot=docs/validate.png > /dev/null
 	$(PY) launch/plan.py --tables
+	$(PY) launch/plan.py --ladder > recipes/README.md
 
 # predicted against measured elsewhere; fails where a bound is broken
 validate: setup

@@ -28,12 +28,13 @@ python launch/plan.py key=value ...   memory, time, cost and disk of a run, e.g.
   --search            the configurations that fit, fastest first
   --trace             the real step on fake tensors, beside the prediction (takes minutes, needs torch)
   --tables            write conf/tables/
+  --ladder            print recipes/README.md
   --validate [FILE]   predict published measurements (or those of FILE.csv) and print the errors; --plot=PNG draws them
   --json              print machine-readable results
   recipe=NAME         a complete run: {recipes}
 GPUs: {gpus}
 exit code 3: does not fit"""
-MODES = ("search", "trace", "tables", "validate")
+MODES = ("search", "trace", "tables", "ladder", "validate")
 
 
 def main(argv: list[str]) -> int:
@@ -52,6 +53,8 @@ def main(argv: list[str]) -> int:
         raise ConfigError("-m, --cfg, run=: are launch/train.py's; a plan is made of keys alone")
     if chosen == ["tables"]:
         return tables(command.overrides)
+    if chosen == ["ladder"]:
+        return ladder(command.overrides)
     config = compose_config(command.overrides)
     plan = planned(config)
     if chosen == ["search"]:
@@ -118,6 +121,16 @@ def tables(overrides: tuple[str, ...]) -> int:
         raise ConfigError(f"{overrides[0]}: --tables takes no keys; it writes the table of every model")
     for file in write_tables(lambda words: print(words, file=sys.stderr, flush=True)):
         print(file)
+    return EXIT_DONE
+
+
+def ladder(overrides: tuple[str, ...]) -> int:
+    """Print the page of recipes."""
+    from tonnage.plan.ladder import ladder_text
+
+    if overrides:
+        raise ConfigError(f"{overrides[0]}: --ladder takes no keys; it is about the recipes")
+    print(ladder_text(), end="")
     return EXIT_DONE
 
 

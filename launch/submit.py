@@ -20,6 +20,7 @@ from tonnage.config.compose import CommandLine, expand_sweep, parse_command_line
 from tonnage.config.schema import Config
 from tonnage.errors import EXIT_DONE, ConfigError, NotFetched, UnknownFamily
 from tonnage.facts.gpus import gpu_of
+from tonnage.facts.sizes import SAVE_GIB_S
 from tonnage.plan import text
 from tonnage.plan.planner import GPUS_PER_NODE, Plan, make_plan, plan_layout
 from tonnage.runtime import kubernetes, runs, slurm
@@ -34,7 +35,7 @@ python launch/submit.py key=value ... cluster=slurm cluster.partition=gpu cluste
   --print                      print what would be submitted, and stop; the only way for cluster=kubernetes
 exit codes: 0 submitted, 2 for you to mend, 3 does not fit
 docs/cluster.md; keys: docs/config.md, cluster.*"""
-LEAD_S, SLURM_EARLY_S, SAVE_GIB_S = 300, 60, 0.5  # without a plan; a signal comes so much too early; to a shared disk
+LEAD_S, SLURM_EARLY_S = 300, 60  # without a plan; a signal comes so much too early
 HOST_MEMORY_FACTOR = 1.5
 
 

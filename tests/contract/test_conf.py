@@ -15,6 +15,8 @@ from tonnage.config.schema import DataSet
 from tonnage.errors import ConfigError
 from tonnage.facts.capabilities import CAPABILITIES
 from tonnage.facts.models import MODELS
+from tonnage.plan.ladder import IN_VAIN, ladder_text, plan_of, rungs
+from tonnage.plan.verdict import DOES_NOT_FIT, FITS, TIGHT
 
 CHOICES = [(group, choice) for group, choices in groups().items() for choice in choices]
 NEEDS = {("model", "custom"): ["model.path=x"]}
@@ -101,6 +103,21 @@ def test_every_recipe_is_small_and_names_data_that_exist(name):
     config = compose_config([f"recipe={name}"])
     paths = [config.data.path, config.eval.path, *(one.path for one in config.data.sets)]
     assert not [path for path in paths if path and path.startswith("recipes/") and not (ROOT / path).exists()]
+
+
+def test_every_recipe_for_gpus_fits_and_is_named_for_what_it_is():
+    for name, config, plan in rungs():
+        assert plan.verdict in (FITS, TIGHT), name
+        kind = "qlora" if config.adapter.quantise == "nf4" else config.adapter.name
+        assert name == f"{config.model.name}_{kind}_{config.gpus}x{config.gpu.name}"
+        assert config.model.activation_checkpointing == "full", name
+
+
+def test_the_page_of_recipes_is_up_to_date_and_what_it_says_does_not_fit_does_not():
+    text = ladder_text()
+    assert (RECIPES / "README.md").read_text() == text, "run python launch/plan.py --ladder > recipes/README.md"
+    assert all(f"]({name}.yaml)" in text for name in recipes() if name != "smollm2_lora_cpu")
+    assert {plan.verdict for plan in map(plan_of, map(compose_config, IN_VAIN))} == {DOES_NOT_FIT}
 
 
 # ---- dry runs

@@ -13,7 +13,7 @@ from tonnage.facts.gpus import GPUS
 from tonnage.facts.models import MODELS
 from tonnage.plan import tables, text
 from tonnage.plan.planner import MOST_MICRO_TOKENS, architecture_of, make_plan, plan_layout
-from tonnage.plan.search import remedies, search
+from tonnage.plan.search import GAIN, remedies, search
 from tonnage.plan.verdict import DOES_NOT_FIT, FITS, TIGHT, verdict
 
 GIB = 2**30
@@ -99,6 +99,11 @@ def test_what_does_not_fit_comes_with_overrides_that_do():
         assert again.verdict == FITS and again.memory.peak_bytes / GIB == pytest.approx(one.peak_gib)
 
 
+def test_auto_keeps_one_copy_of_what_is_offloaded():
+    _, plan = planned("model=llama70b", "adapter=full", "gpu=h100", "gpus=16", "strategy.offload=all")
+    assert plan.layout.strategy == "fsdp"  # hsdp fits the GPUs too, with a copy in the memory of each node
+
+
 def test_a_search_ranks_what_fits_and_proposes_only_what_the_rules_accept():
     config, plan = planned("model=qwen7b", "adapter=full", "gpu=a100_80gb", "gpus=4")
     found = search(config, plan)
@@ -110,6 +115,37 @@ def test_a_search_ranks_what_fits_and_proposes_only_what_the_rules_accept():
     for one in found.fitting[:4] + found.fitting[-4:]:  # as a user pastes it
         again = planned("model=qwen7b", "adapter=full", "gpu=a100_80gb", "gpus=4", *one.override.split())[1]
         assert (again.verdict, again.memory.peak_bytes / GIB) == (one.verdict, pytest.approx(one.peak_gib))
+
+
+@pytest.mark.parametrize("overrides, offered", [
+    (("model=llama70b", "adapter=full"), {"adapter=lora", "adapter=qlora", ""}),
+    (("model=llama70b", "adapter=dora"), {"adapter=lora", "adapter=qlora", ""}),
+    (("model=llama70b", "adapter=lora", "adapter.quantise=int8"),
+     {"adapter.quantise=none", "adapter=qlora adapter.quantise=nf4", ""}),
+    (("model=llama70b", "adapter=qlora"), {"adapter=lora adapter.quantise=none", ""}),
+    (("model=deepseek671b",), {"adapter=qlora", "adapter.quantise=fp8", ""}),
+    (("model=deepseek671b", "adapter=full"), {"adapter=lora", "adapter=qlora", "adapter=lora adapter.quantise=fp8", ""})])
+def test_a_search_offers_quantised_bases_in_words_that_make_them(overrides, offered):
+    overrides = (*overrides, "gpu=h200", "gpus=64", "strategy=zero3", "batch.micro_rows=1")
+    config, plan = planned(*overrides)
+    by_words = {}
+    for one in search(config, plan, extremes=True).fitting:
+        if not set(one.changed) - {"adapter", "adapter.quantise"}:
+            by_words[one.override] = one
+    assert set(by_words) <= offered and set(by_words) >= offered - {""}
+    for words, one in by_words.items():
+        assert one.learns_the_same == (words == "")
+        again = planned(*overrides, *words.split())[1]
+        assert again.memory.peak_bytes / GIB == pytest.approx(one.peak_gib)
+
+
+def test_a_remedy_changes_no_more_than_another_that_is_nearly_as_fast():
+    config, plan = planned("model=deepseek671b", "gpu=h200", "gpus=8")
+    advice = [one for one in remedies(config, plan) if not {"gpus", "gpu"} & set(one.changed)]
+    assert {"adapter", "adapter.quantise"} <= {key for one in advice for key in one.changed}
+    for one in advice:
+        assert not [other for other in advice if set(other.changed) < set(one.changed)
+                    and GAIN * other.tokens_per_s >= one.tokens_per_s]
 
 
 def test_unknown_arithmetic_gives_no_speed_and_unknown_prices_no_cost():
@@ -159,6 +195,13 @@ def test_every_row_of_a_table_is_what_the_planner_says(model):
     lines = (tables.FOLDER / f"{model}.yaml").read_text()
     assert f"columns: [{', '.join(fields)}]" in lines
     assert tables.table_text(model) == lines, f"conf/tables/{model}.yaml: run python launch/plan.py --tables"
+
+
+@pytest.mark.parametrize("model", sorted(ROWS))
+def test_every_table_has_what_can_be_trained_on_which_base(model):
+    found = {(row.adapter, row.quantise) for row in ROWS[model]}
+    in_fp8 = {("lora", "fp8")} if model == "deepseek671b" else set()  # which is how it is published
+    assert found == {("lora", "none"), ("qlora", "nf4"), ("full", "none")} | in_fp8
 
 
 @pytest.mark.parametrize("model", sorted(ROWS))

@@ -225,12 +225,12 @@ class Architecture:
         """The norm between the last layer and the head."""
         return self.hidden * (2 if self.is_gpt else 1)
 
-    @property
+    @cached_property
     def num_parameters(self) -> int:
         """All parameters of the model."""
         return self._outside_layers + sum(layer.total for layer in self.layers)
 
-    @property
+    @cached_property
     def num_active_parameters(self) -> int:
         """Parameters less the routed experts that a token does not visit; num_parameters for a dense model.
 

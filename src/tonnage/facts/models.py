@@ -55,6 +55,11 @@ class ModelFacts:
         return Architecture.from_hf_config(self.published_config)
 
     @property
+    def is_published_in_fp8(self) -> bool:
+        """Whether the weight files are in FP8, which adapter.quantise=fp8 keeps as they are."""
+        return self.checkpoint_dtype == "float8_e4m3fn"
+
+    @property
     def published_active_tolerance(self) -> int | None:
         """One unit of the last published digit, in parameters: publishers round, and cut off (2.451B became 2.4B)."""
         if self.published_active_parameters is None:

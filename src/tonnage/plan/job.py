@@ -181,13 +181,14 @@ def _kept_experts(architecture, i, quantise, compute_bytes):
                for name, (inputs, outputs) in architecture.linear_shapes(i).items() if _is_expert(name))
 
 
-def adapted_shapes(architecture: Architecture, targets: tuple[str, ...]) -> list[tuple[int, int]]:
+@lru_cache
+def adapted_shapes(architecture: Architecture, targets: tuple[str, ...]) -> tuple[tuple[int, int], ...]:
     """(in, out) of every adapted matrix of the model that a token goes through."""
     shapes = [shape for shapes in _adapted(architecture, targets) for shape in shapes]
     for i in range(architecture.num_layers):
         shapes += [shape for name, shape in architecture.linear_shapes(i).items() if _is_expert(name)
                    and is_adapted(name, targets) for _ in range(architecture.experts_per_token)]
-    return shapes
+    return tuple(shapes)
 
 
 def adapted_names(job: Job) -> frozenset[str]:

@@ -31,8 +31,9 @@ class Memory:
         return sum(self.phases[self.peak_phase].values())
 
 
+@lru_cache(maxsize=4096)
 def memory(job: Job) -> Memory:
-    """What a step of `job` holds on one GPU."""
+    """What a step of `job` holds on one GPU. What settles `auto` asks first, and a plan the same again."""
     return assemble(job, style_of(job), spread_of(job), loss_bytes(job))
 
 

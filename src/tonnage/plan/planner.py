@@ -128,8 +128,9 @@ def _strategies(config: Config, gpus: int, per_node: int, under_deepspeed: bool)
     ladder = LADDERS["deepspeed" if under_deepspeed else "fsdp"]
     if gpus == 1:
         ladder = ladder[:2] if under_deepspeed else ladder[:1]
-    elif gpus <= per_node:
-        ladder = tuple(name for name in ladder if name != "hsdp")  # which is fsdp within one node
+    elif gpus <= per_node or config.strategy.offload != "none":
+        # within one node it is fsdp; on several each has a copy of what is offloaded in its memory, and moves more of it
+        ladder = tuple(name for name in ladder if name != "hsdp")
     legal = [name for name in ladder if not violations(name, chosen_of(config))]
     return legal or [ladder[-1]]
 

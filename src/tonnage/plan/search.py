@@ -6,16 +6,18 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 
 from tonnage.config.batch import micro_choices
-from tonnage.config.schema import Config
+from tonnage.config.schema import Adapter, Config
 from tonnage.errors import ConfigError
 from tonnage.facts.capabilities import CAPABILITIES, chosen_of, violations
 from tonnage.facts.gpus import GPUS
+from tonnage.facts.models import MODELS
 from tonnage.plan.planner import MOST_MICRO_TOKENS, Plan, make_plan, plan_layout
 from tonnage.plan.verdict import DOES_NOT_FIT, FITS
 
 # what a change of these makes another run of: it comes last among the remedies
-LEARNED = ("adapter", "optimizer", "precision")
+LEARNED = ("adapter", "adapter.quantise", "optimizer", "precision")
 MOST_GPUS = 4096
+GAIN = 1.05  # in speed, for which a remedy may change more than another does
 
 
 @dataclass(frozen=True)
@@ -55,12 +57,13 @@ class Search:
 
 
 def search(config: Config, plan: Plan, extremes: bool = False) -> Search:
-    """Every combination of strategy, offload, checkpointing, micro-batch, adapter, optimizer and precision that the
-    capability registry accepts, on the GPUs of `plan`; of micro-batches only `auto` and one row for the `extremes`."""
+    """Every combination of strategy, offload, checkpointing, micro-batch, adapter and its base, optimizer and precision
+    that the capability registry accepts, on the GPUs of `plan`; of micro-batches only `auto` and one row for the
+    `extremes`."""
     found, failing, least, seen = [], Counter(), {}, set()
     for candidate, words in _candidates(config, plan, extremes):
         one = _evaluate(candidate, words, plan)
-        same = one and (one.strategy, one.micro_rows, *chosen_of(candidate).values(),
+        same = one and (one.strategy, one.micro_rows, *chosen_of(candidate).values(), candidate.adapter.quantise,
                         candidate.model.activation_checkpointing)
         if one is None or same in seen:
             continue  # `auto` comes first, so that of equal ones the shortest is kept
@@ -68,7 +71,7 @@ def search(config: Config, plan: Plan, extremes: bool = False) -> Search:
         if one.verdict != DOES_NOT_FIT:
             found.append(one)
             continue
-        what = (f"{one.strategy}, offload {candidate.strategy.offload}, {candidate.adapter.name}, checkpointing "
+        what = (f"{one.strategy}, offload {candidate.strategy.offload}, {method(candidate.adapter)}, checkpointing "
                 f"{candidate.model.activation_checkpointing}")
         failing[what] += 1
         least[what] = min(least.get(what, one.share), one.share)
@@ -79,14 +82,15 @@ def search(config: Config, plan: Plan, extremes: bool = False) -> Search:
 
 def remedies(config: Config, plan: Plan, most: int = 3) -> list[Found]:
     """The nearest configurations that fit: the fewest changes first, then those that leave alone what is learned, then
-    the fastest; one with more GPUs and one with a larger GPU where they help."""
+    the fastest; none that changes more than another for less than GAIN; one with more GPUs and one with a larger GPU
+    where they help."""
     fitting = [one for one in search(config, plan, extremes=True).fitting if one.verdict == FITS]
     fitting.sort(key=lambda one: (len(one.changed) + 2 * sum(key in LEARNED for key in one.changed),
                                   -(one.tokens_per_s or 0)))
-    chosen, seen = [], set()
-    for one in fitting:  # of each set of keys the best
-        if one.changed not in seen:
-            seen.add(one.changed)
+    chosen = []
+    for one in fitting:
+        if not any(set(other.changed) <= set(one.changed)
+                   and GAIN * (other.tokens_per_s or 0) >= (one.tokens_per_s or 0) for other in chosen):
             chosen.append(one)
     return chosen[:most] + [one for one in (_more_gpus(config, plan), _larger_gpu(config, plan)) if one is not None]
 
@@ -100,14 +104,16 @@ def _candidates(config: Config, plan: Plan, extremes: bool) -> Iterator[tuple[Co
         "strategy": dict.fromkeys((config.strategy.name, *CAPABILITIES)),
         "strategy.offload": dict.fromkeys((config.strategy.offload, "none", "optimizer", "all")),
         "model.activation_checkpointing": ("none", "full"),
-        "adapter": dict.fromkeys((config.adapter.name, "lora")),
         "optimizer": dict.fromkeys((config.optimizer.name, "adamw", "adamw8bit")),
         "precision": dict.fromkeys((config.precision.name, "bf16")),
-        "batch.micro_rows": dict.fromkeys((config.batch.micro_rows, *micro))}
-    before = (config.strategy.name, config.strategy.offload, config.model.activation_checkpointing, config.adapter.name,
-              config.optimizer.name, config.precision.name, config.batch.micro_rows)
-    for values in itertools.product(*axes.values()):
-        words = {key: f"{key}={value}" for key, value, was in zip(axes, values, before, strict=True) if value != was}
+        "batch.micro_rows": dict.fromkeys((config.batch.micro_rows, *micro)),
+        "adapter": _adapters(config)}
+    before = (config.strategy.name, config.strategy.offload, config.model.activation_checkpointing, config.optimizer.name,
+              config.precision.name, config.batch.micro_rows)
+    for *values, adapter in itertools.product(*axes.values()):
+        words = {key: f"{key}={value}" for key, value, was in zip(axes, values, before, strict=False) if value != was}
+        words |= _adapter_words(config.adapter, *adapter)
+        values.append(replace(config.adapter, name=adapter[0], quantise=adapter[1]))
         candidate = _changed(config, *values)
         if "batch.micro_rows" in words and config.batch.accumulation_steps != "auto":
             words["batch.accumulation_steps"] = "batch.accumulation_steps=auto"
@@ -117,6 +123,27 @@ def _candidates(config: Config, plan: Plan, extremes: bool) -> Iterator[tuple[Co
             yield candidate, words
 
 
+def _adapters(config):
+    """(adapter, quantise): the run's own, LoRA, and LoRA on a base in 4 bits, or in FP8 where it is published so."""
+    facts = MODELS.get(config.model.name)
+    in_fp8 = [("lora", "fp8")] if facts is not None and facts.is_published_in_fp8 else []
+    return dict.fromkeys([(config.adapter.name, config.adapter.quantise), ("lora", "none"), ("qlora", "nf4"), *in_fp8])
+
+
+def _adapter_words(was, name, quantise):
+    """The words, by key, that make another of an adapter; the preset qlora brings its format where none was stated."""
+    words = {} if name == was.name else {"adapter": f"adapter={name}"}
+    if quantise != was.quantise and not ("adapter" in words and name == "qlora" and was.quantise == "none"):
+        words["adapter.quantise"] = f"adapter.quantise={quantise}"
+    return words
+
+
+def method(adapter: Adapter) -> str:
+    """What is trained, and on what: `lora`, `qlora`, `lora on fp8`."""
+    implied = "nf4" if adapter.name == "qlora" else "none"
+    return adapter.name if adapter.quantise == implied else f"{adapter.name} on {adapter.quantise}"
+
+
 def _is_another(candidate, layout):
     """Whether the strategy does on these GPUs what one with less sharding does."""
     name, one_node = candidate.strategy.name, layout.gpus <= layout.gpus_per_node
@@ -124,11 +151,11 @@ def _is_another(candidate, layout):
     return alone or name == "hsdp" and one_node
 
 
-def _changed(config, strategy, offload, checkpointing, adapter, optimizer, precision, micro_rows):
+def _changed(config, strategy, offload, checkpointing, optimizer, precision, micro_rows, adapter):
     return replace(
         config, strategy=replace(config.strategy, name=strategy, offload=offload),
         model=replace(config.model, activation_checkpointing=checkpointing),
-        batch=replace(config.batch, micro_rows=micro_rows), adapter=replace(config.adapter, name=adapter),
+        batch=replace(config.batch, micro_rows=micro_rows), adapter=adapter,
         optimizer=replace(config.optimizer, name=optimizer), precision=replace(config.precision, name=precision))
 
 

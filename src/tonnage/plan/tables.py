@@ -17,7 +17,8 @@ from tonnage.plan.planner import architecture_of, make_plan, plan_layout
 from tonnage.plan.verdict import FITS
 
 NUM_GPUS = (1, 2, 3, 4, 6, 8, 16, 24, 32, 64, 128, 256)
-ADAPTERS = ("lora", "full")
+METHODS = (("adapter=lora",), ("adapter=qlora",), ("adapter=full",))
+IN_FP8 = ("adapter=lora", "adapter.quantise=fp8")  # of models that are published so
 SMALLEST = 6_000_000_000  # parameters: smaller models fit wherever they are put
 FOLDER = CONF / "tables"
 
@@ -29,6 +30,7 @@ class Row:
     gpu: str
     gpus: int
     adapter: str
+    quantise: str
     precision: str
     strategy: str
     micro_rows: int
@@ -43,15 +45,20 @@ def table_models() -> list[str]:
     return [name for name, facts in MODELS.items() if facts.published_parameters >= SMALLEST]
 
 
-def config_of(model: str, gpu: str, gpus: int, adapter: str) -> Config:
-    """The run that a row is about: the defaults of a run of this model on those GPUs."""
-    return compose_config([f"model={model}", f"adapter={adapter}", f"gpu={gpu}", f"gpus={gpus}"])
+def methods_of(model: str) -> tuple[tuple[str, ...], ...]:
+    """Overrides that say what is trained, and on which base."""
+    return (*METHODS, IN_FP8) if MODELS[model].is_published_in_fp8 else METHODS
+
+
+def config_of(model: str, method: tuple[str, ...]) -> Config:
+    """The run that rows are about: the defaults of a run of this model; GPUs are each row's."""
+    return compose_config([f"model={model}", *method])
 
 
 def rows_of(model: str) -> Iterator[Row]:
     """The rows of a model: those that fit."""
-    for adapter in ADAPTERS:
-        base = config_of(model, "h100", 1, adapter)
+    for method in methods_of(model):
+        base = config_of(model, method)
         for gpu in GPUS.values():
             for gpus in NUM_GPUS:
                 row = _row(base, gpu, gpus)
@@ -69,14 +76,14 @@ def _row(base, gpu, gpus):
     plan = make_plan(config, layout, architecture, gpu)
     if plan.verdict != FITS:
         return None
-    return Row(gpu.name, gpus, config.adapter.name, config.precision.name, layout.strategy, layout.cut.micro_rows,
-               layout.cut.accumulation_steps, layout.cut.global_rows, round(plan.memory.peak_bytes / 2**30, 2),
-               round(plan.speed.tokens_per_s) if plan.speed else None)
+    return Row(gpu.name, gpus, config.adapter.name, config.adapter.quantise, config.precision.name, layout.strategy,
+               layout.cut.micro_rows, layout.cut.accumulation_steps, layout.cut.global_rows,
+               round(plan.memory.peak_bytes / 2**30, 2), round(plan.speed.tokens_per_s) if plan.speed else None)
 
 
 def table_text(model: str) -> str:
     """The text of a model's table."""
-    config = config_of(model, "h100", 1, "lora")
+    config = config_of(model, METHODS[0])
     names = ", ".join(Row.__dataclass_fields__)
     lines = [f"# {model}: what auto comes to; written by `python launch/plan.py --tables`, edit nothing here",
              f"# rows of {config.data.seq_tokens:,} tokens, {config.optimizer.name}, checkpointing "
@@ -92,7 +99,7 @@ def write_tables(say: Callable[[str], None]) -> list[Path]:
     FOLDER.mkdir(exist_ok=True)
     files = []
     for model in table_models():
-        say(f"{model}: working out {len(ADAPTERS) * len(GPUS) * len(NUM_GPUS)} combinations")
+        say(f"{model}: working out {len(methods_of(model)) * len(GPUS) * len(NUM_GPUS)} combinations")
         files.append(FOLDER / f"{model}.yaml")
         files[-1].write_text(table_text(model))
     return files
