@@ -183,6 +183,11 @@ class Architecture:
         """
         return self._attention_shapes() | self._mlp_shapes(i)
 
+    def largest_matrix(self, i: int) -> int:
+        """Numbers of the largest parameter of layer i; experts are stacked into one."""
+        return max(inputs * out * (self.num_experts if name.startswith("mlp.experts.") else 1)
+                   for name, (inputs, out) in self.linear_shapes(i).items())
+
     def layer_parameters(self, i: int) -> LayerParameters:
         """Parameters of layer i by part: in * out of each matrix, plus out where it has a bias, plus the norms.
 

@@ -152,7 +152,8 @@ def assemble(job: Job, style: Style, spread: Spread, loss: LossBytes) -> Memory:
 
     backward.append(held_root | {"gradients": spread.gradients, "buffers of reduction": spread.reduce})
 
-    phases = {"load": [spread.weights | {"rows on their way": 2 * READ_AT_ONCE_BYTES}],
+    largest = max(a.embedding_parameters, *(a.largest_matrix(i) for i in range(a.num_layers)))
+    phases = {"load": [spread.weights | {"rows on their way": 2 * min(READ_AT_ONCE_BYTES, 2 * largest)}],
               "forward": forward, "loss": losses, "backward": backward,
               "step": [held | {"gradients": spread.gradients, "step": spread.step}],
               "save": [held | {"whole tensors": spread.save}]}

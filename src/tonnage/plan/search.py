@@ -1,6 +1,7 @@
 """The configurations that fit, by predicted speed, and the nearest of them for a run that does not fit."""
 
 import itertools
+import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
@@ -64,15 +65,15 @@ def search(config: Config, plan: Plan, extremes: bool = False) -> Search:
     for candidate, words in _candidates(config, plan, extremes):
         one = _evaluate(candidate, words, plan)
         same = one and (one.strategy, one.micro_rows, *chosen_of(candidate).values(), candidate.adapter.quantise,
-                        candidate.model.activation_checkpointing)
+                        candidate.model.activation_checkpointing, candidate.strategy.expert_gpus)
         if one is None or same in seen:
             continue  # `auto` comes first, so that of equal ones the shortest is kept
         seen.add(same)
         if one.verdict != DOES_NOT_FIT:
             found.append(one)
             continue
-        what = (f"{one.strategy}, offload {candidate.strategy.offload}, {method(candidate.adapter)}, checkpointing "
-                f"{candidate.model.activation_checkpointing}")
+        what = (f"{one.strategy}{_spread_words(candidate)}, offload {candidate.strategy.offload}, "
+                f"{method(candidate.adapter)}, checkpointing {candidate.model.activation_checkpointing}")
         failing[what] += 1
         least[what] = min(least.get(what, one.share), one.share)
     found.sort(key=lambda one: (one.verdict != FITS, not one.learns_the_same, -(one.tokens_per_s or 0), one.share))
@@ -107,9 +108,10 @@ def _candidates(config: Config, plan: Plan, extremes: bool) -> Iterator[tuple[Co
         "optimizer": dict.fromkeys((config.optimizer.name, "adamw", "adamw8bit")),
         "precision": dict.fromkeys((config.precision.name, "bf16")),
         "batch.micro_rows": dict.fromkeys((config.batch.micro_rows, *micro)),
+        "strategy.expert_gpus": dict.fromkeys((config.strategy.expert_gpus, 1, _expert_gpus(plan))),
         "adapter": _adapters(config)}
     before = (config.strategy.name, config.strategy.offload, config.model.activation_checkpointing, config.optimizer.name,
-              config.precision.name, config.batch.micro_rows)
+              config.precision.name, config.batch.micro_rows, config.strategy.expert_gpus)
     for *values, adapter in itertools.product(*axes.values()):
         words = {key: f"{key}={value}" for key, value, was in zip(axes, values, before, strict=False) if value != was}
         words |= _adapter_words(config.adapter, *adapter)
@@ -118,9 +120,21 @@ def _candidates(config: Config, plan: Plan, extremes: bool) -> Iterator[tuple[Co
         if "batch.micro_rows" in words and config.batch.accumulation_steps != "auto":
             words["batch.accumulation_steps"] = "batch.accumulation_steps=auto"
             candidate = replace(candidate, batch=replace(candidate.batch, accumulation_steps="auto"))
-        name = candidate.strategy.name
+        name, experts = candidate.strategy.name, candidate.strategy.expert_gpus
+        if experts > 1 and not (name in CAPABILITIES and CAPABILITIES[name].expert_parallel):
+            continue
         if name == "auto" or not (_is_another(candidate, layout) or violations(name, chosen_of(candidate))):
             yield candidate, words
+
+
+def _expert_gpus(plan):
+    """Over how many GPUs experts can be spread: those of a node, as far as experts divide."""
+    experts, gpus = plan.job.architecture.num_experts, min(plan.layout.gpus, plan.layout.gpus_per_node)
+    return math.gcd(experts, gpus) if experts else 1
+
+
+def _spread_words(candidate):
+    return f" with experts over {candidate.strategy.expert_gpus}" if candidate.strategy.expert_gpus > 1 else ""
 
 
 def _adapters(config):
@@ -151,9 +165,9 @@ def _is_another(candidate, layout):
     return alone or name == "hsdp" and one_node
 
 
-def _changed(config, strategy, offload, checkpointing, optimizer, precision, micro_rows, adapter):
+def _changed(config, strategy, offload, checkpointing, optimizer, precision, micro_rows, expert_gpus, adapter):
     return replace(
-        config, strategy=replace(config.strategy, name=strategy, offload=offload),
+        config, strategy=replace(config.strategy, name=strategy, offload=offload, expert_gpus=expert_gpus),
         model=replace(config.model, activation_checkpointing=checkpointing),
         batch=replace(config.batch, micro_rows=micro_rows), adapter=adapter,
         optimizer=replace(config.optimizer, name=optimizer), precision=replace(config.precision, name=precision))

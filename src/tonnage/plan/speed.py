@@ -118,6 +118,8 @@ def step_time(job: Job, gpu: Gpu, network_gb_s: float = NETWORK_GB_S, base_bytes
     gathers_again = job.reshard_after_forward or job.strategy == "zero3"
     parts = [(forward_s, gather_s, 0.0), (backward_s, gather_s * gathers_again, reduce_s)]
     exposed_s = sum(_exposed_s(work, gathered, reduced, job, gpu) for work, gathered, reduced in parts)
+    travel_s = bus_s(travel_bytes(job), job.expert_gpus, job, gpu, network_gb_s)  # experts wait for their tokens
+    exposed_s += travel_s
     micro_transfer_s, step_transfer_s, host_s = _offload_s(job, gpu, base_bytes)
     step_communication_s = bus_s(per_step, job.gpus, job, gpu, network_gb_s) + _replicas_s(job, gpu, network_gb_s)
     micro_step_s = forward_s + backward_s + exposed_s + micro_transfer_s
@@ -129,7 +131,8 @@ def step_time(job: Job, gpu: Gpu, network_gb_s: float = NETWORK_GB_S, base_bytes
     return Speed(
         tokens_per_s=tokens_per_s, tokens_per_s_per_gpu=tokens_per_s_per_gpu, step_s=step_s,
         micro_step_s=micro_step_s, compute_s=micro_steps * (forward_s + backward_s),
-        communication_s=micro_steps * sum(gathered + reduced for _, gathered, reduced in parts) + step_communication_s,
+        communication_s=micro_steps * (travel_s + sum(gathered + reduced for _, gathered, reduced in parts))
+        + step_communication_s,
         exposed_s=micro_steps * exposed_s + step_communication_s, optimizer_s=optimizer_s,
         transfer_s=micro_steps * micro_transfer_s + step_transfer_s, model_flops_per_token=flops.model,
         mfu=flops.model * tokens_per_s_per_gpu / (gpu.bf16_tflops * 1e12))
@@ -170,12 +173,25 @@ def communication_bytes(job: Job, base_bytes: float = 2.0) -> tuple[float, float
     """
     total, trained = job.architecture.num_parameters, job.trained_parameters
     weights = total * 2.0 if job.trains_all else total * base_bytes + trained * 2.0
+    if job.expert_gpus > 1:  # nothing of experts is gathered among these, and of a single copy nothing at all
+        experts = sum(layer.routed_experts for layer in job.architecture.layers) * (2.0 if job.trains_all else base_bytes)
+        weights -= experts * (1 - (job.gpus > job.expert_gpus) / job.expert_gpus)
     reduced = trained * float(REDUCE_BYTES)
     return {
         "ddp": (0.0, 0.0, 2 * reduced), "zero0": (0.0, 0.0, 2 * reduced), "zero1": (0.0, 0.0, reduced + 2 * trained),
         "zero2": (0.0, reduced, 2.0 * trained), "zero3": (weights, reduced, 0.0), "fsdp": (weights, reduced, 0.0),
         "hsdp": (weights, reduced, 0.0),
     }[job.strategy]
+
+
+def travel_bytes(job: Job) -> float:
+    """Bytes of one micro-batch that one GPU sends to experts on others and gets back: there and back in forward, in
+    backward, and in forward again where layers are checkpointed; each token once for each of its experts, in bf16."""
+    if job.expert_gpus == 1:
+        return 0.0
+    a, passes = job.architecture, 3 if job.checkpointing == "full" else 2
+    layers = sum(layer.routed_experts > 0 for layer in a.layers)
+    return 2.0 * passes * 2 * job.micro_tokens * a.experts_per_token * a.hidden * layers
 
 
 def bus_s(size: float, group: int, job: Job, gpu: Gpu, network_gb_s: float) -> float:

@@ -152,7 +152,10 @@ def _zero(job):
     sums = MASTER * trained / (1 if stage < 2 else n)
     if stage == 1 and not in_fp32:
         sums += c * trained
-    units = tuple(Unit(0.0, c * size, 0.0) for size in layers)
+    # stage 3 casts and averages a gradient that no bucket holds as a whole (measured: 8 bytes a number)
+    whole_casts = [8.0 * size if stage == 3 and job.trains_all and size > limits.reduce_bucket_size else 0.0
+                   for size in map(a.largest_matrix, range(a.num_layers))]
+    units = tuple(Unit(0.0, c * size + cast, 0.0) for size, cast in zip(layers, whole_casts, strict=True))
     bucket = min(limits.reduce_bucket_size, trained)
     gathered = 0.0
     if stage == 3:
