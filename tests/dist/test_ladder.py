@@ -63,3 +63,29 @@ def test_a_mixture_of_experts_learns_what_the_reference_learns(pools, families, 
     worst = deviations(result, expected, "sgd")
     print(family, strategy, kind, world, worst)
     assert within(worst, LIMITS), worst
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "fsdp"])
+def test_rows_that_do_not_spread_evenly_are_quantised_and_learned_the_same(pools, families, strategy):
+    words = (families("qwen3_moe"), strategy, "qlora", "nf4")
+    expected = pools(1).run(train, *words, 7)[0]
+    worst = deviations(pools(3).run(train, *words, 1)[0], expected, "sgd")
+    assert within(worst, LIMITS), worst
+
+
+def quantised_parts(folder, strategy, base):
+    """Codes and scales as the engine of one rank gathers them."""
+    s = open_tiny(config_for(strategy, "adapter=lora", f"adapter.quantise={base}", "batch.micro_rows=1"), folder)
+    found = {name: s.engine.whole(p).clone() for name, p in s.engine.model.named_parameters() if not p.is_floating_point()}
+    s.engine.close()
+    return found
+
+
+@pytest.mark.parametrize("base", ["nf4", "int8", "fp8"])
+def test_codes_and_scales_do_not_depend_on_the_ranks(pools, families, base):
+    folder = families("qwen3_moe")
+    expected = pools(1).run(quantised_parts, folder, "ddp", base)[0]
+    for strategy in ("zero3", "fsdp"):
+        found = pools(3).run(quantised_parts, folder, strategy, base)[0]
+        assert expected and found.keys() == expected.keys()
+        assert all(torch.equal(found[name], expected[name]) for name in found), strategy

@@ -16,10 +16,12 @@ from torch import nn
 
 from tonnage.config.schema import Adapter, Model
 from tonnage.errors import ConfigError, ModelError
+from tonnage.facts.bases import FP8_BLOCK
 from tonnage.models.experts import TunedExperts, add_expert_adapter, expert_modules, expert_parts, matrices, tune
 from tonnage.models.quantised import QuantisedLinear, quantise_module
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
+FP8_NAMES = ("e4m3", "float8_e4m3fn")  # of the one type, in quantization_config.fmt
 EXPERTS = "experts"  # the word of adapter.targets for routed experts
 ATTENTION = {"sdpa": "sdpa", "flash": "flash_attention_2", "eager": "eager", "flex": "flex_attention"}
 
@@ -62,10 +64,11 @@ def build_model(folder: str, model: Model, adapter: Adapter, attention: str, fro
 
 
 def read_config(folder: str, trust_remote_code: bool = False):
-    """transformers' configuration object of `folder`.
+    """transformers' configuration object of `folder`; how its files are quantised is left out: no built model is so.
 
     Raises:
-        ModelError: one that cannot be used, or of a model that does not predict the next token.
+        ModelError: one that cannot be used, of files in a format that is not read, or of a model that does not predict the
+            next token.
     """
     from transformers import AutoConfig
 
@@ -74,10 +77,31 @@ def read_config(folder: str, trust_remote_code: bool = False):
     except Exception as error:  # json, transformers' own types and those of its validators
         reason = str(error).strip().splitlines()[0]
         raise ModelError(f"model.path={folder}: its config.json cannot be used: {reason}") from error
+    for part in {id(one): one for one in (config, config.get_text_config())}.values():
+        _require_readable(folder, part.__dict__.pop("quantization_config", None))
     _require_causal(folder, config, trust_remote_code)
     if config.get_text_config().__dict__.get("num_experts") or config.get_text_config().__dict__.get("n_routed_experts"):
         config._experts_implementation = "grouped_mm"
     return config
+
+
+def _require_readable(folder, quantised):
+    """Refuse files that `models.shards` would misread; `quantised` is what config.json says of them."""
+    if quantised is None:
+        return
+    settings = quantised if isinstance(quantised, dict) else quantised.to_dict()
+    method, block = settings.get("quant_method"), settings.get("weight_block_size")
+    if method != "fp8":
+        found = f"quantised by {method or 'a method that is not named'}"
+    elif settings.get("fmt", "e4m3") not in FP8_NAMES:
+        found = f"FP8 of type {settings['fmt']}"
+    elif block is None or list(block) != [FP8_BLOCK, FP8_BLOCK]:
+        found = f"FP8 with weight_block_size {block}"
+    else:
+        return
+    raise ModelError(f"model.path={folder}: its weights are {found} (quantization_config of config.json); of quantised "
+                     f"files only FP8 e4m3 in blocks of {FP8_BLOCK} x {FP8_BLOCK} is read: name the folder of the unquantised "
+                     f"model, and for fewer bits set adapter.quantise=nf4, int8 or fp8")
 
 
 def _require_causal(folder, config, trust_remote_code):
