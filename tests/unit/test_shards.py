@@ -78,7 +78,8 @@ def test_a_missing_scale_and_one_of_another_shape_are_named(tmp_path):
             ({"deep.w": codes}, "deep.w is FP8 and deep.w_scale_inv is in no file"),
             ({"deep.w": codes, "deep.w_scale_inv": scales[:, :2].contiguous()},
              r"deep.w_scale_inv has shape \[5, 2\]; deep.w, \[576, 300\], has \[5, 3\] blocks"),
-            ({"deep.w": codes.float().to(torch.float8_e5m2), "deep.w_scale_inv": scales}, "deep.w is FP8 of type float8_e5m2")):
+            ({"deep.w": codes.float().to(torch.float8_e5m2), "deep.w_scale_inv": scales},
+             "deep.w is FP8 of type float8_e5m2")):
         with pytest.raises(ModelError, match=said):
             BlockScaled(saved(tmp_path, tensors), "deep.w")
 

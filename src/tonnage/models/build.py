@@ -100,8 +100,8 @@ def _require_readable(folder, quantised):
     else:
         return
     raise ModelError(f"model.path={folder}: its weights are {found} (quantization_config of config.json); of quantised "
-                     f"files only FP8 e4m3 in blocks of {FP8_BLOCK} x {FP8_BLOCK} is read: name the folder of the unquantised "
-                     f"model, and for fewer bits set adapter.quantise=nf4, int8 or fp8")
+                     f"files only FP8 e4m3 in blocks of {FP8_BLOCK} x {FP8_BLOCK} is read: name the folder of the "
+                     f"unquantised model, and for fewer bits set adapter.quantise=nf4, int8 or fp8")
 
 
 def _require_causal(folder, config, trust_remote_code):
