@@ -18,7 +18,7 @@ from tonnage.config.schema import Adapter, Model
 from tonnage.errors import ConfigError, ModelError
 from tonnage.facts.bases import FP8_BLOCK
 from tonnage.models.experts import TunedExperts, add_expert_adapter, expert_modules, expert_parts, matrices, tune
-from tonnage.models.quantised import QuantisedLinear, quantise_module
+from tonnage.models.quantised import QuantisedLinear, dequantise_module, quantise_module
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
 FP8_NAMES = ("e4m3", "float8_e4m3fn")  # of the one type, in quantization_config.fmt
@@ -159,6 +159,30 @@ def exact_targets() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def without_adapter(model: nn.Module) -> Iterator[None]:
+    """Within, the model is its base."""
+    scales = {module: module.lora_scale for module in model.modules() if isinstance(module, TunedExperts)}
+    try:
+        for module in scales:
+            module.lora_scale = None
+        with model.disable_adapter():
+            yield
+    finally:
+        for module, scale in scales.items():
+            module.lora_scale = scale
+
+
+def merge_adapter(model: nn.Module) -> nn.Module:
+    """The base with the adapter added to its weights; those that are quantised become ordinary ones first."""
+    dequantise(model)
+    merged = model.merge_and_unload()
+    for experts in expert_modules(merged).values():
+        if getattr(experts, "lora_scale", None) is not None:
+            experts.merge()
+    return merged
+
+
 def misread_by_peft(model: nn.Module) -> bool:
     """Whether peft by itself would put this adapter's matrices elsewhere; see `exact_targets`."""
     from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
@@ -197,6 +221,13 @@ def quantise(model: nn.Module, base: str) -> None:
     for experts in expert_modules(model).values():
         tune(experts)
         quantise_module(experts, TunedExperts, matrices(experts), base, expert_parts)
+
+
+def dequantise(model: nn.Module) -> None:
+    """Undo `quantise`: weights are what their codes stand for."""
+    for module in list(model.modules()):
+        if getattr(module, "kept", None):
+            dequantise_module(module)
 
 
 def adapter_targets(model: nn.Module, wanted: list[str]) -> list[str]:
