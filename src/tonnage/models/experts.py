@@ -79,8 +79,8 @@ class TunedExperts(Quantised):
         for depth, leaf in enumerate(reversed(matrices(self))):
             a_ERI, b_EOR = (getattr(self, f"{leaf}_lora_{kind}").detach() for kind in "AB")
             within = "base_layer." * depth
-            found[f"{within}lora_A.default.weight"] = a_ERI.flatten(0, 1)
-            found[f"{within}lora_B.default.weight"] = b_EOR.permute(1, 2, 0).flatten(1)
+            found[f"{within}lora_A.weight"] = a_ERI.flatten(0, 1)
+            found[f"{within}lora_B.weight"] = b_EOR.permute(1, 2, 0).flatten(1)
         return found
 
 

@@ -12,10 +12,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file, save_file
 
 from tonnage.errors import CheckpointError, ConfigError
 from tonnage.models import build, load
-from tonnage.models.experts import expert_modules, matrices
+from tonnage.models.experts import TunedExperts, expert_modules, matrices
 from tonnage.runtime import runs
 from tonnage.train import checkpoint
 from tonnage.train.card import base_name, model_card, only_here
@@ -253,15 +254,19 @@ def _lost(rounded, expected, before):
 
 def _save_adapter(model, folder, base):
     """A folder that peft loads for `base`; adapters of routed experts under its names for them."""
-    settings, tensors = model.peft_config["default"], model.state_dict()
-    experts = {name: module for name, module in expert_modules(model).items() if hasattr(module, "lora_scale")}
-    for name, module in experts.items():
-        tensors |= {f"{name}.{key}": tensor for key, tensor in module.peft_tensors().items()}
+    settings = model.peft_config["default"]
+    experts = {name: module for name, module in expert_modules(model).items() if isinstance(module, TunedExperts)}
     settings.base_model_name_or_path = base
     if experts:
         settings.target_parameters = sorted({f"experts.{leaf}" for module in experts.values() for leaf in matrices(module)})
         settings.lora_dropout = 0.0  # which peft has not for experts; a loaded adapter makes no use of it
-    model.save_pretrained(folder, state_dict=tensors)
+    model.save_pretrained(folder)
+    if experts:  # peft writes what its own layers hold
+        file = folder / "adapter_model.safetensors"
+        tensors = load_file(file)
+        for name, module in experts.items():
+            tensors |= {f"{name}.{key}": tensor.contiguous() for key, tensor in module.peft_tensors().items()}
+        save_file(tensors, file, {"format": "pt"})
 
 
 def _reload(folder, kind, base_folder, config, precision):
