@@ -112,6 +112,8 @@ def rank_main(rank: int, folder: str, strategy: str, base: str, store_port: int,
     with Peak() as peak:
         engine.prepare(engine_parts(config, folder, "sdpa"))
     results.put((rank, kept_bytes(engine.model), peak.bytes - before, own_bytes() - before, time.perf_counter() - started))
+    results.close()
+    results.join_thread()
     dist.barrier()
     os._exit(0)  # nothing is to be saved; some libraries wait long at exit
 
