@@ -18,7 +18,9 @@ from tonnage.train import checkpoint, export, loop
 KINDS = {"qwen3_moe-nf4": ("qwen3_moe", "nf4", False, "adapter"), "deepseek_v3-fp8": ("deepseek_v3", "fp8", True, "merged"),
          "deepseek_v3-nf4": ("deepseek_v3", "nf4", False, "merged"), "qwen3_moe-fp8": ("qwen3_moe", "fp8", True, "adapter"),
          "mixtral-none": ("mixtral", "none", False, "adapter"), "llama-nf4": ("llama", "nf4", False, "adapter"),
-         "qwen3_moe-none": ("qwen3_moe", "none", False, "adapter")}
+         "qwen3_moe-none": ("qwen3_moe", "none", False, "adapter"),
+         "qwen3_moe-whole": ("qwen3_moe", "fp8", True, "adapter")}
+CHANGES = {"qwen3_moe-whole": {"hidden_size": 256}}  # no block of the FP8 files that is cut off
 TOLERANCE = 1e-5  # of weights and losses, relative
 
 
@@ -61,7 +63,7 @@ def trained(pools, tmp_path_factory):
         if family == "llama":
             plain = folder = make_chat_model(place / "model")
         else:
-            plain = folder = make_moe(place / "model", family, vocab_size=len(tokenizer))
+            plain = folder = make_moe(place / "model", family, vocab_size=len(tokenizer), **CHANGES.get(kind, {}))
         if published:
             folder = publish_fp8(plain, place / "published")
         tokenizer.save_pretrained(folder)
@@ -111,7 +113,8 @@ def same_weights(folder, expected):
         assert (found[name] - weight).norm() <= TOLERANCE * weight.norm(), name
 
 
-@pytest.mark.parametrize("kind", ["deepseek_v3-fp8", "deepseek_v3-nf4", "qwen3_moe-fp8", "qwen3_moe-nf4", "qwen3_moe-none"])
+@pytest.mark.parametrize("kind", ["deepseek_v3-fp8", "qwen3_moe-nf4", *(pytest.param(kind, marks=pytest.mark.slow) for kind in (
+    "deepseek_v3-nf4", "qwen3_moe-fp8", "qwen3_moe-none"))])
 def test_a_run_on_a_quantised_base_goes_on_with_another_engine(pools, trained, tmp_path, kind):
     _, run_folder, losses = trained(kind)
     folder = runs.read_attempt(run_folder)["model_folder"]
@@ -144,8 +147,8 @@ def test_a_merged_export_can_have_the_base_that_training_saw(trained, tmp_path):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_auto_is_an_adapter_where_peft_can_load_it(trained, tmp_path, kind):
-    plain, run_folder, _ = trained(kind)
-    *_, published, expected = KINDS[kind]
+    _, run_folder, _ = trained(kind)
+    expected = KINDS[kind][-1]
     done = export.export_run(run_folder, out=tmp_path / "auto")
     assert (done.folder / "adapter_config.json").is_file() == (expected == "adapter")
     if expected == "merged":
@@ -154,6 +157,7 @@ def test_auto_is_an_adapter_where_peft_can_load_it(trained, tmp_path, kind):
     else:
         with pytest.raises(ConfigError, match="base=trained: .*use kind=merged"):
             export.export_run(run_folder, out=tmp_path / "adapter", base="trained")
+        assert any("transformers 5.24 misreads" in note for note in done.notes) == (kind == "qwen3_moe-fp8")
 
 
 def test_an_exported_adapter_gives_the_logits_of_the_merged_weights(trained, tmp_path):

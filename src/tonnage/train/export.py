@@ -14,9 +14,12 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
+from tonnage.config.schema import Adapter
 from tonnage.errors import CheckpointError, ConfigError
+from tonnage.facts.bases import FP8_BLOCK
 from tonnage.models import build, load
 from tonnage.models.experts import TunedExperts, expert_modules, matrices
+from tonnage.models.shards import Checkpoint
 from tonnage.runtime import runs
 from tonnage.train import checkpoint
 from tonnage.train.card import base_name, model_card, only_here
@@ -110,8 +113,11 @@ def export_run(run_folder: Path, kind: str = "auto", which: str = "newest", dtyp
                 notes.append(f"warning: {lost} (advised: at most {ROUNDING_SHARE:.0%}, and none); dtype=fp32 keeps what "
                              "was learned")
             expected = rounded
-    elif only_here(name):
-        notes.append(only_here(name))
+    else:
+        notes += [only_here(name)] * bool(only_here(name))
+        if _misread_by_transformers(config, base_folder):
+            notes.append(f"warning: the base's FP8 files have matrices that are no multiple of {FP8_BLOCK} wide or high; "
+                         f"transformers 5.24 misreads those or refuses them: with it use kind=merged")
 
     temporary = out.with_name(f".writing-{out.name}")
     shutil.rmtree(temporary, ignore_errors=True)
@@ -184,15 +190,22 @@ def _checkpoint(run_folder, which):
 
 def _trained_model(config, folder, path, precision):
     """The model as it stands in a checkpoint, on the CPU."""
-    with torch.device("meta"):
-        model = _build(config, folder, precision)
-    load.load_weights(model, folder, torch.device("cpu"), config.model.allow_pickle)
+    model = _loaded(config, folder, precision)
     _fill(model, path)
     return model.eval()
 
 
+def _loaded(config, folder, precision):
+    """The model before training, on the CPU; an adapter that is zero."""
+    with torch.device("meta"):
+        model = _build(config, folder, precision)
+    load.load_weights(model, folder, torch.device("cpu"), config.model.allow_pickle)
+    return model
+
+
 def _build(config, folder, precision):
-    return build.build_model(folder, config.model, config.adapter, "sdpa", build.DTYPES[precision], torch.float32)
+    trained = build.DTYPES[precision] if config.adapter.name == "full" else torch.float32
+    return build.build_model(folder, config.model, config.adapter, "sdpa", build.DTYPES[precision], trained)
 
 
 def _fill(model, path):
@@ -277,12 +290,23 @@ def _reload(folder, kind, base_folder, config, precision):
     remote = config.model.trust_remote_code
     if kind == "merged":
         return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=remote).eval()
-    settings = AutoConfig.from_pretrained(base_folder, trust_remote_code=remote)
-    if hasattr(settings, "quantization_config"):  # FP8: without it transformers has no product for it on a CPU
-        settings.quantization_config["dequantize"] = True
-    base = AutoModelForCausalLM.from_pretrained(base_folder, config=settings, dtype=build.DTYPES[precision],
-                                                trust_remote_code=remote)
+    if _misread_by_transformers(config, base_folder):
+        plain = replace(config, adapter=Adapter(name="full"))
+        base = _loaded(plain, base_folder, precision)
+    else:
+        settings = AutoConfig.from_pretrained(base_folder, trust_remote_code=remote)
+        if hasattr(settings, "quantization_config"):  # FP8: transformers has no product for it on a CPU
+            settings.quantization_config["dequantize"] = True
+        base = AutoModelForCausalLM.from_pretrained(base_folder, config=settings, dtype=build.DTYPES[precision],
+                                                    trust_remote_code=remote)
     return PeftModel.from_pretrained(base, folder).eval()
+
+
+def _misread_by_transformers(config, folder):
+    """Whether FP8 files have blocks that are cut off: transformers 5.24 takes all blocks of a matrix for equally large."""
+    checkpoint = Checkpoint(folder, config.model.allow_pickle)
+    return any(size > FP8_BLOCK and size % FP8_BLOCK for name in checkpoint.names() if checkpoint.fp8(name)
+               for size in checkpoint.shape(name))
 
 
 def _prompt(text, config, tokenizer):
