@@ -4,6 +4,8 @@ import json
 import subprocess
 import sys
 
+import pytest
+
 from tonnage.config.compose import ROOT
 
 
@@ -14,3 +16,11 @@ def test_the_overhead_benchmark_runs(tmp_path):
                            tmp_path / "out.json"], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     assert json.loads((tmp_path / "out.json").read_text())["cases"]
+
+
+@pytest.mark.slow
+def test_the_loading_benchmark_runs_and_its_bound_holds():
+    words = ["--layers", "2", "--strategies", "zero3", "--bases", "none"]
+    done = subprocess.run([sys.executable, "benchmarks/loading.py", *words], cwd=ROOT, capture_output=True, text=True,
+                          timeout=300)
+    assert done.returncode == 0 and "it holds" in done.stdout, done.stdout + done.stderr
