@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from equivalence import deviations, within
+from equivalence import BF16_TOLERANCE, deviations, within
 from moe import make_moe, publish_fp8, reference
 from tiny import config_for, open_tiny, whole_weights
 
@@ -63,6 +63,16 @@ def test_a_mixture_of_experts_learns_what_the_reference_learns(pools, families, 
     worst = deviations(result, expected, "sgd")
     print(family, strategy, kind, world, worst)
     assert within(worst, LIMITS), worst
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "zero2", "fsdp"])
+def test_routers_that_their_class_keeps_in_fp32_are_trained_in_bf16_too(pools, families, references, strategy):
+    folder = families("deepseek_v3")
+    result = pools(2).run(train, folder, strategy, "full", "none", 2, "precision=bf16")[0]
+    expected = references(folder, "full", "none")
+    # of the first window: after an update, tokens whose two best experts are near go to another in 16 bits
+    assert result["losses"][0] == pytest.approx(expected["losses"][0], rel=BF16_TOLERANCE["loss"])
+    assert result["norms"][0] == pytest.approx(expected["norms"][0], rel=BF16_TOLERANCE["norm"])
 
 
 @pytest.mark.parametrize("strategy", ["zero3", "fsdp"])

@@ -154,6 +154,7 @@ def by_definition(folder):
 def test_every_weight_trained_from_fp8_files_begins_as_the_definition_says(published, tmp_path, dtype):
     _, folder = published
     model = loaded(folder, Adapter(name="full"), dtype)
+    assert {parameter.dtype for parameter in model.parameters()} == {dtype}
     assert not hasattr(model.config, "quantization_config")
     model.save_pretrained(tmp_path)  # back to the hub's names and layout, by transformers
     found, expected = load_file(tmp_path / "model.safetensors"), by_definition(folder)

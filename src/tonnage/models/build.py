@@ -48,7 +48,10 @@ def build_model(folder: str, model: Model, adapter: Adapter, attention: str, fro
     if (Path(folder) / "generation_config.json").is_file():
         built.generation_config = GenerationConfig.from_pretrained(folder)
     built.tie_weights()  # on meta that is left out, and an engine would take one weight for two
-    # from_pretrained does this, from_config does not; what is trained has one precision
+    # what is trained has one precision: ZeRO-3 wants it, and from_config keeps routers of some classes in fp32
+    for parameter in built.parameters() if adapter.name == "full" else ():
+        parameter.data = parameter.data.to(dtype)
+    # from_pretrained does this, from_config does not
     keep = [*built.named_buffers(), *(built.named_parameters() if adapter.name != "full" else ())]
     for name, tensor in keep:
         if any(word in name for word in built._get_dtype_plan(dtype)):
