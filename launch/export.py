@@ -1,6 +1,8 @@
 """Export a run: `python launch/export.py run=FOLDER [kind=adapter|merged] [which=newest|best|N] [dtype=auto] [out=DIR]`.
 
-An adapter is fp32. Merged weights are bf16 where rounding loses little of what was learned, else fp32 (dtype=auto).
+An adapter is fp32. Merged weights are bf16 where rounding loses little of what was learned, else fp32 (dtype=auto). Where
+the base was kept quantised in training, base=original merges into it as it was published (the default), base=trained into
+what training saw.
 """
 
 import sys
@@ -13,8 +15,10 @@ from tonnage.runtime import runs
 from tonnage.runtime.entry import guarded, read_options
 from tonnage.runtime.logs import quiet_libraries
 
-OPTIONS = {"run": None, "kind": "auto", "which": "newest", "dtype": "auto", "out": None}
-CHOICES = {"kind": ("auto", "adapter", "merged"), "dtype": ("auto", "bf16", "fp16", "fp32")}
+OPTIONS = {"run": None, "kind": "auto", "which": "newest", "dtype": "auto", "out": None,
+           "base": "original"}
+CHOICES = {"kind": ("auto", "adapter", "merged"), "dtype": ("auto", "bf16", "fp16", "fp32"),
+           "base": ("original", "trained")}
 
 
 def main(argv: list[str]) -> int:
@@ -31,7 +35,7 @@ def main(argv: list[str]) -> int:
     from tonnage.train.export import export_run
 
     done = export_run(folder, options["kind"], options["which"], options["dtype"],
-                      Path(options["out"]) if options["out"] else None)
+                      Path(options["out"]) if options["out"] else None, options["base"])
     print(f"exported step {done.step} to {done.folder}")
     print(f"reloaded and compared: logits within {done.deviation:.2g} (relative) of what was to be written")
     for note in done.notes:

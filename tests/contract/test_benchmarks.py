@@ -6,6 +6,8 @@ import subprocess
 import sys
 import zipfile
 
+import pytest
+
 from tonnage.config.compose import ROOT
 
 
@@ -61,3 +63,11 @@ def test_the_gpu_benchmark_takes_libraries_from_wheels_and_says_which_is_missing
                           env=os.environ | {"PYTHON": sys.executable, "WHEELS": str(tmp_path)}, capture_output=True,
                           text=True, timeout=300)
     assert done.returncode == 1 and "not run: this hydra is from the wheel" in done.stdout, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_the_loading_benchmark_runs_and_its_bound_holds():
+    words = ["--layers", "2", "--strategies", "zero3", "--bases", "none"]
+    done = subprocess.run([sys.executable, "benchmarks/loading.py", *words], cwd=ROOT, capture_output=True, text=True,
+                          timeout=300)
+    assert done.returncode == 0 and "it holds" in done.stdout, done.stdout + done.stderr

@@ -21,12 +21,16 @@ FAMILIES = {
     "mixtral": {"num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2}}
 
 
-def make_moe(folder: Path, family: str) -> str:
-    """A model of `family` of 2 layers with random weights in the hub's layout, router biases included."""
+def make_moe(folder: Path, family: str, **changes) -> str:
+    """A model of `family` of 2 layers with random weights in the hub's layout, router biases included.
+
+    Args:
+        changes: of config.json.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **SHARED, **FAMILIES[family]))
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **SHARED | FAMILIES[family] | changes))
     with torch.no_grad():
         for name, buffer in model.named_buffers():
             if "correction_bias" in name:
@@ -63,6 +67,14 @@ def adapted(model) -> list[str]:
             if ".layers." in name and parameter.ndim >= 2 and not name.endswith(".gate.weight")]
 
 
+def adapter_names(name: str) -> tuple[str, str]:
+    """Names of A and B for a matrix of the plain model, as a run's checkpoint has them."""
+    stem = f"base_model.model.{name.removesuffix('.weight')}"
+    if name.endswith(".weight"):
+        return f"{stem}.lora_A.default.weight", f"{stem}.lora_B.default.weight"
+    return f"{stem}_lora_A", f"{stem}_lora_B"
+
+
 def round_trip(weight: torch.Tensor, base: str, leaf: str) -> torch.Tensor:
     """What is left of a weight in format `base`."""
     from tonnage.models.experts import expert_parts
@@ -88,10 +100,7 @@ def reference(folder: str, adapter: str, base: str, rate: float = 2.0) -> dict:
         trained = {}
         for name in names:
             *lead, outputs, inputs = weights[name].shape
-            linear = name.endswith(".weight")
-            stem = f"base_model.model.{name.removesuffix('.weight')}"
-            a, b = (f"{stem}.lora_A.default.weight", f"{stem}.lora_B.default.weight") if linear else (
-                f"{stem}_lora_A", f"{stem}_lora_B")
+            a, b = adapter_names(name)
             trained[a] = kaiming_by_name(a, 0, (*lead, RANK, inputs)).requires_grad_()
             trained[b] = torch.zeros(*lead, outputs, RANK).requires_grad_()
     pairs = list(trained.items())

@@ -217,3 +217,9 @@ def test_nothing_changed_and_a_config_that_went_through_yaml_are_accepted():
 def test_every_section_is_sorted_into_one_of_the_two():
     named = {override.split("=")[0].split(".")[0] for override in MAY_CHANGE + MAY_NOT} | {"batch"}
     assert named - {"accumulation"} >= {key.split(".")[0] for key in schema_fields()}
+
+
+def test_the_rank_of_adapted_experts_fills_16_bytes():
+    words = ("model=deepseek16b", "adapter.targets=[all-linear,experts]", "strategy=fsdp", "gpus=2")
+    assert "adapter.rank=12: with adapter.targets=experts" in refusal(*words, "adapter.rank=12", gpus=2)
+    assert layout(*words, "adapter.rank=12", "precision=fp32", gpus=2) and layout(*words, "adapter.rank=8", gpus=2)

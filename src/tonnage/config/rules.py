@@ -79,6 +79,9 @@ def _broken_rules(config, gpus, per_node, device, strategy):
          "adapter.targets=experts: not with adapter=dora; use adapter=lora"),
         (config.adapter.targets == ["experts"],
          "adapter.targets=[experts]: adapts experts beside linear layers; use adapter.targets=[all-linear,experts]"),
+        ("experts" in config.adapter.targets and config.adapter.rank % (4 if config.precision.name == "fp32" else 8) > 0,
+         f"adapter.rank={config.adapter.rank}: with adapter.targets=experts the product over all experts takes rows of "
+         f"whole 16 bytes; use a multiple of {4 if config.precision.name == 'fp32' else 8}"),
         (not config.adapter.targets, "adapter.targets=[]: names nothing to adapt; use adapter.targets=[all-linear]"),
         (len(set(config.model.new_tokens)) < len(config.model.new_tokens) or "" in config.model.new_tokens,
          f"model.new_tokens={config.model.new_tokens}: must be different and not empty"),

@@ -16,10 +16,12 @@ from torch import nn
 
 from tonnage.config.schema import Adapter, Model
 from tonnage.errors import ConfigError, ModelError
+from tonnage.facts.bases import FP8_BLOCK
 from tonnage.models.experts import TunedExperts, add_expert_adapter, expert_modules, expert_parts, matrices, tune
-from tonnage.models.quantised import QuantisedLinear, quantise_module
+from tonnage.models.quantised import QuantisedLinear, dequantise_module, quantise_module
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
+FP8_NAMES = ("e4m3", "float8_e4m3fn")  # of the one type, in quantization_config.fmt
 EXPERTS = "experts"  # the word of adapter.targets for routed experts
 ATTENTION = {"sdpa": "sdpa", "flash": "flash_attention_2", "eager": "eager", "flex": "flex_attention"}
 
@@ -64,10 +66,11 @@ def build_model(folder: str, model: Model, adapter: Adapter, attention: str, fro
 
 
 def read_config(folder: str, trust_remote_code: bool = False):
-    """transformers' configuration object of `folder`.
+    """transformers' configuration object of `folder`; how its files are quantised is left out: no built model is so.
 
     Raises:
-        ModelError: one that cannot be used, or of a model that does not predict the next token.
+        ModelError: one that cannot be used, of files in a format that is not read, or of a model that does not predict the
+            next token.
     """
     from transformers import AutoConfig
 
@@ -76,10 +79,31 @@ def read_config(folder: str, trust_remote_code: bool = False):
     except Exception as error:  # json, transformers' own types and those of its validators
         reason = str(error).strip().splitlines()[0]
         raise ModelError(f"model.path={folder}: its config.json cannot be used: {reason}") from error
+    for part in {id(one): one for one in (config, config.get_text_config())}.values():
+        _require_readable(folder, part.__dict__.pop("quantization_config", None))
     _require_causal(folder, config, trust_remote_code)
     if config.get_text_config().__dict__.get("num_experts") or config.get_text_config().__dict__.get("n_routed_experts"):
         config._experts_implementation = "grouped_mm"
     return config
+
+
+def _require_readable(folder, quantised):
+    """Refuse files that `models.shards` would misread; `quantised` is what config.json says of them."""
+    if quantised is None:
+        return
+    settings = quantised if isinstance(quantised, dict) else quantised.to_dict()
+    method, block = settings.get("quant_method"), settings.get("weight_block_size")
+    if method != "fp8":
+        found = f"quantised by {method or 'a method that is not named'}"
+    elif settings.get("fmt", "e4m3") not in FP8_NAMES:
+        found = f"FP8 of type {settings['fmt']}"
+    elif block is None or list(block) != [FP8_BLOCK, FP8_BLOCK]:
+        found = f"FP8 with weight_block_size {block}"
+    else:
+        return
+    raise ModelError(f"model.path={folder}: its weights are {found} (quantization_config of config.json); of quantised "
+                     f"files only FP8 e4m3 in blocks of {FP8_BLOCK} x {FP8_BLOCK} is read: name the folder of the "
+                     f"unquantised model, and for fewer bits set adapter.quantise=nf4, int8 or fp8")
 
 
 def _require_causal(folder, config, trust_remote_code):
@@ -137,6 +161,30 @@ def exact_targets() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def without_adapter(model: nn.Module) -> Iterator[None]:
+    """Within, the model is its base."""
+    scales = {module: module.lora_scale for module in model.modules() if isinstance(module, TunedExperts)}
+    try:
+        for module in scales:
+            module.lora_scale = None
+        with model.disable_adapter():
+            yield
+    finally:
+        for module, scale in scales.items():
+            module.lora_scale = scale
+
+
+def merge_adapter(model: nn.Module) -> nn.Module:
+    """The base with the adapter added to its weights; those that are quantised become ordinary ones first."""
+    dequantise(model)
+    merged = model.merge_and_unload()
+    for experts in expert_modules(merged).values():
+        if getattr(experts, "lora_scale", None) is not None:
+            experts.merge()
+    return merged
+
+
 def misread_by_peft(model: nn.Module) -> bool:
     """Whether peft by itself would put this adapter's matrices elsewhere; see `exact_targets`."""
     from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
@@ -175,6 +223,13 @@ def quantise(model: nn.Module, base: str) -> None:
     for experts in expert_modules(model).values():
         tune(experts)
         quantise_module(experts, TunedExperts, matrices(experts), base, expert_parts)
+
+
+def dequantise(model: nn.Module) -> None:
+    """Undo `quantise`: weights are what their codes stand for."""
+    for module in list(model.modules()):
+        if getattr(module, "kept", None):
+            dequantise_module(module)
 
 
 def adapter_targets(model: nn.Module, wanted: list[str]) -> list[str]:

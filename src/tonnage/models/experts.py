@@ -59,7 +59,7 @@ class TunedExperts(Quantised):
         return weight if self.is_transposed else weight.transpose(1, 2)
 
     def merge(self) -> None:
-        """Add the adapter to the weights and leave it away."""
+        """Add the adapter to the weights, which must not be quantised, and leave it away."""
         for leaf in matrices(self):
             a_ERI, b_EOR = self._parameters.pop(f"{leaf}_lora_A"), self._parameters.pop(f"{leaf}_lora_B")
             change_EOI = self.lora_scale * torch.bmm(b_EOR.float(), a_ERI.float())
@@ -67,6 +67,21 @@ class TunedExperts(Quantised):
                 weight = getattr(self, leaf)
                 weight += (change_EOI.transpose(1, 2) if self.is_transposed else change_EOI).to(weight.dtype)
         self.lora_scale = None
+
+
+    def peft_tensors(self) -> dict[str, torch.Tensor]:
+        """The adapter as peft's ParamWrapper has it: A [experts * rank, in] and B [out, rank * experts] by name.
+
+        peft wraps the module once for each weight, in their order, so that the last is outermost. Source:
+        https://github.com/huggingface/peft/blob/v0.21.2/src/peft/tuners/lora/layer.py
+        """
+        found = {}
+        for depth, leaf in enumerate(reversed(matrices(self))):
+            a_ERI, b_EOR = (getattr(self, f"{leaf}_lora_{kind}").detach() for kind in "AB")
+            within = "base_layer." * depth
+            found[f"{within}lora_A.weight"] = a_ERI.flatten(0, 1)
+            found[f"{within}lora_B.weight"] = b_EOR.permute(1, 2, 0).flatten(1)
+        return found
 
 
 class _FrozenGroupedMatmul(torch.autograd.Function):

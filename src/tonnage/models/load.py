@@ -62,17 +62,19 @@ def load_weights(model: nn.Module, folder: str, device: torch.device, allow_pick
     _compute_buffers(base)
 
 
-def materialise(model: nn.Module, device: torch.device, then: Callable[[nn.Module], None] = lambda module: None) -> None:
+def materialise(model: nn.Module, device: torch.device, then: Callable[[nn.Module], None] | None = None) -> None:
     """Give storage, zeros, to parameters and buffers that are on meta; tied ones stay tied.
 
     Args:
-        then: called with each module, behind those that it holds, before the next one gets storage.
+        then: called with each module, behind those that it holds. It takes of the module's own parameters what is to be
+            kept: the next module's get the same storage. Storage of their own, allocated and freed a thousand times, would
+            leave as much again in holes.
     """
-    made = {}
+    made, shared = {}, _Shared(model, device) if then else None
 
     def real(tensor):
         if id(tensor) not in made:
-            made[id(tensor)] = tensor, _real(tensor, device)  # the old one is held, or another might get its id
+            made[id(tensor)] = tensor, _real(tensor, device, shared)  # the old one is held, or another might get its id
         return made[id(tensor)][1]
 
     for module in reversed(list(model.modules())):
@@ -80,14 +82,35 @@ def materialise(model: nn.Module, device: torch.device, then: Callable[[nn.Modul
             for name, tensor in tensors.items():
                 if tensor is not None and tensor.device.type == "meta":
                     tensors[name] = real(tensor)
-        then(module)
+        if then:
+            then(module)
+            shared.used = 0
 
 
-def _real(tensor, device):
+class _Shared:
+    """Zeros for the parameters of one module after another."""
+
+    def __init__(self, model: nn.Module, device: torch.device):
+        size = max(sum(map(self._aligned, module.parameters(recurse=False))) for module in model.modules())
+        self.bytes, self.used = torch.zeros(size, dtype=torch.uint8, device=device), 0
+
+    @staticmethod
+    def _aligned(tensor):
+        return math.ceil(tensor.nbytes / 64) * 64
+
+    def zeros_like(self, tensor: torch.Tensor) -> torch.Tensor:
+        part = self.bytes[self.used:self.used + tensor.nbytes]
+        self.used += self._aligned(tensor)
+        return part.view(tensor.dtype).view(tensor.shape)
+
+
+def _real(tensor, device, shared):
     if isinstance(tensor, DTensor):
         local = torch.zeros(tensor._local_tensor.shape, dtype=tensor.dtype, device=device)
         empty = DTensor.from_local(local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape,
                                    stride=tensor.stride())
+    elif shared is not None and isinstance(tensor, nn.Parameter):
+        empty = shared.zeros_like(tensor)
     else:
         empty = torch.zeros(tensor.shape, dtype=tensor.dtype, device=device)
     return nn.Parameter(empty, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty

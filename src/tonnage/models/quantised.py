@@ -186,7 +186,7 @@ class Quantised(nn.Module):
 def quantise_module(module: nn.Module, kind: type[Quantised], leaves: list[str], base: str,
                     parts: Callable[[str], int] = lambda leaf: 1) -> None:
     """Make `module` a `kind` of its class that keeps `leaves` in format `base`, empty, on their device."""
-    module.kept = {}
+    module.kept, module.plain_class = {}, type(module)
     for leaf in leaves:
         old = module._parameters.pop(leaf)
         kept = module.kept[leaf] = Kept(base, tuple(old.shape), parts(leaf), old.dtype)
@@ -194,6 +194,18 @@ def quantise_module(module: nn.Module, kind: type[Quantised], leaves: list[str],
             empty = torch.empty(shape, dtype=dtype, device=old.device)
             module.register_parameter(kept.names(leaf)[field], nn.Parameter(empty, requires_grad=False))
     module.__class__ = _class(kind, type(module), tuple(leaves))
+
+
+def dequantise_module(module: Quantised) -> None:
+    """Undo `quantise_module`: what the codes stand for is an ordinary frozen weight."""
+    weights = {leaf: module.dequantised(leaf).clone() for leaf in module.kept}
+    for leaf in weights:
+        for name in module.kept[leaf].names(leaf).values():
+            del module._parameters[name]
+    module.__class__ = module.plain_class
+    del module.kept, module.plain_class
+    for leaf, weight in weights.items():
+        module.register_parameter(leaf, nn.Parameter(weight, requires_grad=False))
 
 
 @cache

@@ -129,11 +129,15 @@ class BlockScaled(Stored):
     Source: https://huggingface.co/deepseek-ai/DeepSeek-V3/blob/main/README_WEIGHTS.md
 
     Raises:
-        ModelError: a scale that is missing, or not one for each block.
+        ModelError: another 8-bit type than e4m3; a scale that is missing, or not one for each block.
     """
 
     def __post_init__(self):
         super().__post_init__()
+        found = self.checkpoint.fp8(self.name)
+        if found != torch.float8_e4m3fn:
+            raise ModelError(f"model.path={self.checkpoint.folder}: {self.name} is FP8 of type "
+                             f"{str(found).removeprefix('torch.')}; only float8_e4m3fn is read")
         self.scale = self.name + SCALE_SUFFIX
         if self.scale not in self.checkpoint:
             raise ModelError(f"model.path={self.checkpoint.folder}: {self.name} is FP8 and {self.scale} is in no file; "

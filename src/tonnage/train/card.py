@@ -33,8 +33,12 @@ def only_here(base: str) -> str:
             f"the base's path there" if Path(base).is_absolute() else "")
 
 
-def model_card(config: Config, run_folder: Path, kind: str, dtype: str, base: str, step: int) -> str:
-    """The text, in Markdown with the hub's header."""
+def model_card(config: Config, run_folder: Path, kind: str, dtype: str, base: str, step: int, merged_into: str) -> str:
+    """The text, in Markdown with the hub's header.
+
+    Args:
+        merged_into: original or trained, as in `export_run`.
+    """
     adapter, data, optimizer = config.adapter, config.data, config.optimizer
     head = ["---", f"library_name: {'peft' if kind == 'adapter' else 'transformers'}"]
     head += [] if Path(base).is_absolute() else [f"base_model: {base}"]
@@ -56,6 +60,9 @@ def model_card(config: Config, run_folder: Path, kind: str, dtype: str, base: st
                       f"{peak_learning_rate(optimizer, adapter.name, config.batch.global_rows):g}, "
                       f"schedule {config.schedule.name}, seed {config.seed}"),
         ("compute precision", config.precision.name)]
+    if adapter.quantise != "none":
+        facts.append(("base in training", f"kept in {adapter.quantise}" + (
+            f"; here it is {'as published' if merged_into == 'original' else 'what that stands for'}")))
     losses = _held_out(run_folder)
     if step in losses:
         before = f" ({losses[0]:.4f} before training)" if 0 in losses else ""
