@@ -32,7 +32,7 @@ def deepspeed_json(config: Config, stage: int, micro_rows: int) -> dict[str, Any
     Raises:
         ConfigError: `strategy.extra` contradicts a generated key or has one that DeepSpeed does not know.
     """
-    precision = config.precision.name
+    precision = config.precision.dtype
     generated = {
         "train_micro_batch_size_per_gpu": micro_rows,
         "gradient_accumulation_steps": 1,

@@ -14,7 +14,7 @@ from unittest import mock
 import torch
 from torch import nn
 
-from tonnage.config.schema import Adapter, Model
+from tonnage.config.schema import Adapter, Model, Precision
 from tonnage.errors import ConfigError, ModelError
 from tonnage.models.experts import TunedExperts, add_expert_adapter, expert_modules, expert_parts, matrices, tune
 from tonnage.models.quantised import QuantisedLinear, quantise_module
@@ -25,15 +25,16 @@ ATTENTION = {"sdpa": "sdpa", "flash": "flash_attention_2", "eager": "eager", "fl
 
 
 def build_model(folder: str, model: Model, adapter: Adapter, attention: str, frozen_dtype: torch.dtype,
-                trained_dtype: torch.dtype) -> nn.Module:
+                trained_dtype: torch.dtype, float8: Precision | None = None) -> nn.Module:
     """The model of `folder`'s config.json, empty, with its adapter; what is not trained does not require gradients.
 
     Call it under `torch.device("meta")` or an engine's own context. Frozen parameters are `frozen_dtype` but for
-    those that the model class keeps in fp32; trained ones `trained_dtype`.
+    those that the model class keeps in fp32; trained ones `trained_dtype`. With `float8` the decoder's linear layers
+    compute in FP8, and the model's attribute `float8` says which (models.float8.Converted).
 
     Raises:
         ModelError: config.json is missing or of an unknown class.
-        ConfigError: adapter targets that match nothing.
+        ConfigError: adapter targets that match nothing; no layer that can compute in FP8.
     """
     from transformers import AutoModelForCausalLM, GenerationConfig
     from transformers.initialization import no_init_weights
@@ -53,6 +54,8 @@ def build_model(folder: str, model: Model, adapter: Adapter, attention: str, fro
             tensor.data = tensor.data.float()
     if adapter.quantise != "none":
         quantise(built, adapter.quantise)
+    if float8 is not None:  # before the adapter, whose own matrices stay out
+        built.float8 = compute_in_float8(built, float8)
     if adapter.name != "full":
         built = add_adapter(built, adapter, trains_embeddings=bool(model.new_tokens), dtype=trained_dtype)
     if model.activation_checkpointing == "full":
@@ -173,6 +176,14 @@ def quantise(model: nn.Module, base: str) -> None:
     for experts in expert_modules(model).values():
         tune(experts)
         quantise_module(experts, TunedExperts, matrices(experts), base, expert_parts)
+
+
+def compute_in_float8(model: nn.Module, precision: Precision):
+    """Let the decoder's linear layers compute in FP8; returns which do (models.float8.Converted)."""
+    from tonnage.models.float8 import convert
+
+    linears, no_routers = decoder_linears(model)
+    return convert(linears, linears.keys() - no_routers, precision, bool(expert_modules(model)))
 
 
 def adapter_targets(model: nn.Module, wanted: list[str]) -> list[str]:

@@ -71,7 +71,7 @@ def export_run(run_folder: Path, kind: str = "auto", which: str = "newest", dtyp
     base_folder = facts["model_folder"]
     tokenizer = run_tokenizer(config, base_folder)
     # the adapter was trained on the base in the run's precision; merging adds in fp32 and rounds once
-    model = _trained_model(config, base_folder, path, "fp32" if kind == "merged" else config.precision.name)
+    model = _trained_model(config, base_folder, path, "fp32" if kind == "merged" else config.precision.dtype)
     if kind == "adapter" and build.misread_by_peft(model):
         raise ConfigError("kind=adapter: peft 0.21 would take this adapter's gate_proj, up_proj and down_proj for routed "
                           "experts when it is loaded; use kind=merged")
@@ -222,7 +222,7 @@ def _reload(folder, kind, base_folder, config):
     remote = config.model.trust_remote_code
     if kind == "merged":
         return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=remote).eval()
-    base = AutoModelForCausalLM.from_pretrained(base_folder, dtype=build.DTYPES[config.precision.name],
+    base = AutoModelForCausalLM.from_pretrained(base_folder, dtype=build.DTYPES[config.precision.dtype],
                                                 trust_remote_code=remote)
     return PeftModel.from_pretrained(base, folder).eval()
 
