@@ -4,7 +4,7 @@ PY := .venv/bin/python
 export TOKENIZERS_PARALLELISM := true
 
 .PHONY: setup demo test test-slow test-all test-cluster notebook checks docs equivalence kill-test readme validate bench-trl \
-	bench-overhead bench-plan docs-memory
+	bench-overhead bench-plan bench-precisions docs-memory
 
 setup: .venv/ready
 
@@ -70,6 +70,10 @@ bench-overhead: setup
 
 bench-plan: setup
 	$(PY) benchmarks/plan.py
+
+# measures (minutes), then writes docs/precisions.md
+bench-precisions: setup
+	$(PY) benchmarks/precisions.py
 
 # measures (minutes), then writes docs/memory.md
 docs-memory: setup

@@ -47,6 +47,7 @@ SHAPES = [("llama8b", {}, ["adapter=full"]), ("qwen7b", {}, ["adapter=lora"]),
           ("qwen235b", {}, ["adapter=full"]),
           ("deepseek671b", {"first_k_dense_replace": 1}, ["adapter=lora"]),
           ("llama70b", {}, ["adapter=qlora"]),
+          ("llama8b", {}, ["adapter=full", "precision=fp8"]), ("qwen7b", {}, ["adapter=lora", "precision=fp8"]),
           ("deepseek671b", {"first_k_dense_replace": 1}, ["adapter.quantise=fp8", "adapter.targets=[all-linear,experts]"])]
 
 

@@ -1,5 +1,7 @@
 """FP8 products against torchao's own layer, what is converted, and what is saved for backward."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -30,8 +32,6 @@ def gradients(linear, tokens=13):
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 def test_output_and_gradients_are_those_of_torchao(recipe):
-    from dataclasses import replace
-
     from torchao.float8 import Float8LinearConfig
     from torchao.float8.float8_linear import Float8Linear as Theirs
 
@@ -84,9 +84,9 @@ def test_routers_other_classes_and_odd_dimensions_stay_out_and_are_named():
                "a.gate": nn.Linear(32, 16), "a.own": Other(32, 16)}
     found = convert(linears, {"a.gate"}, EMULATED, True)
     assert [name for name, module in linears.items() if isinstance(module, Float8Linear)] == ["a.up"]
-    assert str(found) == ("FP8 (tensorwise, emulated): 1 of 5 linear layers of the decoder; 2 left out: dimensions that are "
-                          "no multiples of 16 (a.odd, ...); 1 left out: routers (a.gate); 1 left out: of a class of the "
-                          "model's own (a.own); routed experts are not among them and compute in bf16")
+    assert str(found) == ("FP8 (tensorwise, emulated): 1 of 5 linear layers of the decoder; 2 left out: dimensions that "
+                          "are no multiples of 16 (a.odd, ...); 1 left out: routers (a.gate); 1 left out: of a class of "
+                          "the model's own (a.own); routed experts are not among them and compute in bf16")
 
 
 def test_a_model_with_nothing_to_convert_is_refused():
