@@ -118,6 +118,15 @@ def test_an_unknown_top_level_key_is_refused_with_the_nearest(name, nearest):
     assert refusal({"qqzz": 1}) == "strategy.extra.qqzz: DeepSpeed has no such key"
 
 
+@pytest.mark.parametrize("name, value", [("zero_hpz_partition_size", 8), ("zero_quantized_weights", True),
+                                         ("zero_quantized_gradients", True)])
+def test_zero_plus_plus_is_refused_unless_it_is_off(name, value):
+    message = refusal({"zero_optimization": {name: value}})
+    assert message.startswith(f"strategy.extra.zero_optimization.{name}={value}: ZeRO++ is neither planned for nor tested")
+    off = 1 if name.endswith("size") else False
+    assert generated(3, extra={"zero_optimization": {name: off}})["zero_optimization"][name] == off
+
+
 def test_extra_of_the_config_is_not_changed():
     extra = {"zero_optimization": {"sub_group_size": 5}}
     generated(extra=extra)
