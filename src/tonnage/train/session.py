@@ -303,7 +303,7 @@ def open_session(config: Config, run_folder: Path, model_folder: str, layout: La
     engine.prepare(engine_parts(config, model_folder, attention))
     head = LossHead(engine.model, config.train.loss, config.train.loss_chunk_tokens)
     vocab = engine.model.config.get_text_config().vocab_size
-    probes.probe_loss(engine, head, vocab, config.precision.name, flat)
+    probes.probe_loss(engine, head, vocab, config.precision.dtype, flat)  # both in the same scales of FP8
     if config.data.packing or flat:
         probes.probe_packing(engine, vocab, config.precision.name, attention, flat)
 
