@@ -43,6 +43,14 @@ def test_activation_checkpointing_changes_nothing(pools, tiny_folder):
         assert again == pytest.approx(plain, rel=1e-6)
 
 
+@pytest.mark.slow
+def test_compiled_layers_stay_near_eager_ones(pools, tiny_folder):
+    """Compiled casts round other numbers up: as near as two recipes are, not as near as compiled bf16."""
+    eager, compiled = (pools(1).run(train_three, tiny_folder, "fsdp", "adapter=full", *FP8, f"model.compile={which}",
+                                    timeout_s=1200)[0][0] for which in ("false", "true"))
+    assert compiled == pytest.approx(eager, rel=FIRST_BAND)
+
+
 def held_before_backward(folder):
     """Numbers of frozen weights that ZeRO-3 has left whole after a forward; how many layers compute in FP8; numbers that
     each of their products has saved: the partitioned parameter, not a view of what was gathered."""
