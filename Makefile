@@ -4,7 +4,7 @@ PY := .venv/bin/python
 export TOKENIZERS_PARALLELISM := true
 
 .PHONY: setup demo test test-slow test-all test-cluster notebook checks docs equivalence kill-test readme validate bench-trl \
-	bench-overhead bench-plan bench-loading docs-memory
+	bench-overhead bench-plan bench-loading bench-precisions docs-memory
 
 setup: .venv/ready
 
@@ -75,6 +75,10 @@ bench-plan: setup
 # minutes; 3 GiB of disk for a checkpoint made on the spot
 bench-loading: setup
 	$(PY) benchmarks/loading.py
+
+# measures (minutes), then writes docs/precisions.md
+bench-precisions: setup
+	$(PY) benchmarks/precisions.py
 
 # measures (minutes), then writes docs/memory.md
 docs-memory: setup

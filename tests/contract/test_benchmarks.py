@@ -8,6 +8,8 @@ import zipfile
 
 import pytest
 
+import pytest
+
 from tonnage.config.compose import ROOT
 
 
@@ -71,3 +73,13 @@ def test_the_loading_benchmark_runs_and_its_bound_holds():
     done = subprocess.run([sys.executable, "benchmarks/loading.py", *words], cwd=ROOT, capture_output=True, text=True,
                           timeout=300)
     assert done.returncode == 0 and "it holds" in done.stdout, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_the_benchmark_of_precisions_runs(tmp_path):
+    words = ["--cases", "fp32", "products in FP8, a scale a tensor", "--steps", "1", "--global-rows", "1",
+             "--eval-rows", "1", "--seq-tokens", "64", "--threads", "1"]
+    done = subprocess.run([sys.executable, "benchmarks/precisions.py", *words, "--work", tmp_path / "work", "--output",
+                           tmp_path / "page.md"], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (tmp_path / "page.md").read_text().count("precision=fp") == 3

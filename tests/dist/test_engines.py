@@ -39,7 +39,8 @@ def furthest(one, other):
 def train_from_to(folder, strategy, adapter, micro, run_folder, until, epochs=2, precision="fp32"):
     """Go on from the newest checkpoint in `run_folder` to step `until`, save there; returns (losses, states)."""
     config = config_for(strategy, f"adapter={adapter}", f"batch.micro_rows={micro}", f"train.epochs={epochs}",
-                        f"precision={precision}", "optimizer.learning_rate=0.01")
+                        f"precision={precision}", f"precision.fp8_emulate={str(precision == 'fp8').lower()}",
+                        "optimizer.learning_rate=0.01")
     s = open_tiny(config, folder, run_folder=Path(run_folder))
     probes.probe_loss(s.engine, s.head, 96, precision, False)  # as a run does, before weights are filled
     newest = checkpoint.newest_complete(Path(run_folder), "tiny")
@@ -58,8 +59,9 @@ def train_from_to(folder, strategy, adapter, micro, run_folder, until, epochs=2,
 
 @pytest.mark.parametrize("strategy, adapter, precision", [
     *(pytest.param(*cell, marks=pytest.mark.slow) for cell in [
-        ("ddp", "lora", "fp32"), ("zero0", "full", "fp32"), ("zero3", "full", "fp32"), ("fsdp", "full", "bf16")]),
-    ("zero1", "full", "bf16"), ("zero2", "lora", "fp32"), ("zero3", "lora", "bf16"), ("fsdp", "lora", "fp32")])
+        ("ddp", "lora", "fp32"), ("zero0", "full", "fp32"), ("zero3", "full", "fp32"), ("fsdp", "full", "bf16"),
+        ("zero3", "lora", "fp8")]),
+    ("fsdp", "full", "fp8"), ("zero1", "full", "bf16"), ("zero2", "lora", "fp32"), ("zero3", "lora", "bf16"), ("fsdp", "lora", "fp32")])
 def test_a_resumed_run_is_byte_equal_at_any_step(pools, tiny_folder, tmp_path, strategy, adapter, precision):
     whole = tmp_path / "whole"
     whole.mkdir()

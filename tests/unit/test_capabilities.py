@@ -13,7 +13,7 @@ from tonnage.errors import ConfigError
 from tonnage.facts.capabilities import AXES, CAPABILITIES, violations
 
 DEFAULTS = {"precision": "bf16", "offload": "none", "adapter": "lora", "optimizer": "adamw", "compile": False}
-CHOICES = {"precision": ("bf16", "fp32", "fp16"), "offload": ("none", "optimizer", "all", "nvme"),
+CHOICES = {"precision": ("bf16", "fp32", "fp16", "fp8"), "offload": ("none", "optimizer", "all", "nvme"),
            "adapter": ("full", "lora", "dora", "rslora", "qlora"), "optimizer": ("adamw", "adamw8bit", "sgd"),
            "compile": (False, True)}
 CELLS = [(strategy, axis, value) for strategy in CAPABILITIES for axis, values in CHOICES.items() for value in values]

@@ -112,7 +112,7 @@ def test_a_mistyped_key_of_a_recipe_or_a_former_run_is_refused(recipe):
     ("strategy=zero4", ["strategy=zero4", "did you mean", "zero3"]),
     ("+strategy=zero4", ["strategy=zero4", "zero3"]),
     ("model=llama7", ["model=llama7", "did you mean", "llama7b"]),
-    ("precision=quux", ["precision=quux", "bf16, fp16, fp32"]),
+    ("precision=quux", ["precision=quux", "bf16, fp16, fp32, fp8"]),
     ("recipe=smollm2_lora", ["recipe=smollm2_lora", "smollm2_lora_cpu"]),
     ("recipe=", ["recipe=", "smollm2_lora_cpu"]),
 ])

@@ -53,16 +53,16 @@ def test_clipping_is_that_of_the_config_and_none_is_off(clip_norm, expected):
 
 def test_sums_are_fp32_and_communication_does_not_overlap():
     for stage in (1, 2, 3):
-        for precision in ("bf16", "fp16"):
+        for precision in ("bf16", "fp16", "fp8"):
             found = generated(stage, precision)
             assert found["data_types"] == {"grad_accum_dtype": "fp32"} and found["communication_data_type"] == "fp32"
             assert found["zero_optimization"]["overlap_comm"] is False
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32", "fp8"])
 def test_one_precision_at_most_is_on(precision):
-    found = generated(precision=precision)
-    assert {name for name in ("bf16", "fp16") if found.get(name, {}).get("enabled")} == {precision} - {"fp32"}
+    found, expected = generated(precision=precision), "bf16" if precision == "fp8" else precision
+    assert {name for name in ("bf16", "fp16") if found.get(name, {}).get("enabled")} == {expected} - {"fp32"}
 
 
 @pytest.mark.parametrize("offload, optimizer, weights", [
@@ -116,6 +116,15 @@ def test_an_unknown_top_level_key_is_refused_with_the_nearest(name, nearest):
     message = refusal({name: {"stage": 3}})
     assert message == f"strategy.extra.{name}: DeepSpeed has no such key; did you mean {nearest}?"
     assert refusal({"qqzz": 1}) == "strategy.extra.qqzz: DeepSpeed has no such key"
+
+
+@pytest.mark.parametrize("name, value", [("zero_hpz_partition_size", 8), ("zero_quantized_weights", True),
+                                         ("zero_quantized_gradients", True)])
+def test_zero_plus_plus_is_refused_unless_it_is_off(name, value):
+    message = refusal({"zero_optimization": {name: value}})
+    assert message.startswith(f"strategy.extra.zero_optimization.{name}={value}: ZeRO++ is neither planned for nor tested")
+    off = 1 if name.endswith("size") else False
+    assert generated(3, extra={"zero_optimization": {name: off}})["zero_optimization"][name] == off
 
 
 def test_extra_of_the_config_is_not_changed():

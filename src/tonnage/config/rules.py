@@ -7,6 +7,7 @@ from tonnage.config.batch import BatchCut, resolve_batch
 from tonnage.config.schema import Config, DataSet
 from tonnage.errors import ConfigError
 from tonnage.facts.capabilities import CAPABILITIES, chosen_of, violations
+from tonnage.facts.gpus import GPUS
 from tonnage.facts.models import MODELS
 
 # what may change when a run goes on: where and how it runs, not what is learned
@@ -99,6 +100,17 @@ def _broken_rules(config, gpus, per_node, device, strategy):
          "model.attention=flash: works in bf16 and fp16; use precision=bf16 or model.attention=sdpa"),
         (config.model.attention == "flex" and device == "cpu",
          "model.attention=flex: has no backward on CPUs; use model.attention=sdpa"),
+        (config.precision.name == "fp8" and config.adapter.quantise != "none",
+         f"adapter.quantise={config.adapter.quantise}: not with precision=fp8, which rounds the weights of each product "
+         f"itself; use adapter.quantise=none (adapter=lora), or precision=bf16"),
+        (config.precision.name == "fp8" and not config.precision.fp8_emulate and device == "cpu",
+         "precision=fp8: CPUs have no FP8 units; use precision=bf16, or precision.fp8_emulate=true, which is slow"),
+        (config.precision.name == "fp8" and not config.precision.fp8_emulate and device == "cuda"
+         and config.gpu.name in GPUS and GPUS[config.gpu.name].fp8_tflops is None,
+         f"precision=fp8: gpu={config.gpu.name} has no FP8 units; use precision=bf16"),
+        (config.precision.name != "fp8" and (config.precision.fp8_emulate or config.precision.fp8_recipe != "tensorwise"),
+         f"precision.fp8_recipe, precision.fp8_emulate: only for precision=fp8, not precision={config.precision.name}; "
+         f"leave them out"),
         (config.optimizer.scale_lr != "none" and config.batch.global_tokens is not None,
          f"optimizer.scale_lr={config.optimizer.scale_lr}: needs batch.global_rows; with batch.global_tokens set "
          f"optimizer.learning_rate itself"),

@@ -111,8 +111,17 @@ class Strategy:
 
 @section
 class Precision:
-    name: Literal["bf16", "fp32", "fp16"] = key("bf16", "compute precision; trained weights, gradients' sums and "
-                                                        "optimizer states are fp32 in each")
+    name: Literal["bf16", "fp32", "fp16", "fp8"] = key(
+        "bf16", "compute precision; trained weights, gradients' sums and optimizer states are fp32 in each; fp8 is bf16 "
+                "with the products of the decoder's linear layers in FP8")
+    fp8_recipe: Literal["tensorwise", "rowwise"] = key(
+        "tensorwise", "fp8: one scale a tensor, which is faster, or one a row, which is closer to bf16")
+    fp8_emulate: bool = key(False, "fp8: on what has no FP8 units, round to FP8 and multiply in fp32: for trying out, slow")
+
+    @property
+    def dtype(self) -> str:
+        """What weights are gathered in and activations held in: of fp8, which is only within products, bf16."""
+        return "bf16" if self.name == "fp8" else self.name
 
 
 @section

@@ -20,6 +20,9 @@ TOP_LEVEL_KEYS = frozenset("""
     use_data_before_expert_parallelism wandb wall_clock_breakdown zero_allow_comm_data_type_fp32
     zero_allow_untested_optimizer zero_force_ds_cpu_optimizer zero_optimization""".split())
 
+# ZeRO++: gathers and reduces in 8 and 4 bits, or keeps a second copy of the weights in each node
+ZERO_PLUS_PLUS = {"zero_hpz_partition_size": 1, "zero_quantized_weights": False,
+                  "zero_quantized_nontrainable_weights": False, "zero_quantized_gradients": False}  # as they are when off
 TYPED_KEYS = {"train_batch_size": "batch.global_rows", "optimizer": "optimizer", "scheduler": "schedule",
               "amp": "precision", "torch_autocast": "precision"}
 
@@ -32,7 +35,7 @@ def deepspeed_json(config: Config, stage: int, micro_rows: int) -> dict[str, Any
     Raises:
         ConfigError: `strategy.extra` contradicts a generated key or has one that DeepSpeed does not know.
     """
-    precision = config.precision.name
+    precision = config.precision.dtype
     generated = {
         "train_micro_batch_size_per_gpu": micro_rows,
         "gradient_accumulation_steps": 1,
@@ -78,6 +81,13 @@ def _check_keys(extra):
             near = difflib.get_close_matches(name, TOP_LEVEL_KEYS, n=1)
             raise ConfigError(f"strategy.extra.{name}: DeepSpeed has no such key"
                               + (f"; did you mean {near[0]}?" if near else ""))
+
+
+    inside = extra.get("zero_optimization")
+    for name, off in ZERO_PLUS_PLUS.items() if isinstance(inside, dict) else ():
+        if inside.get(name, off) != off:
+            raise ConfigError(f"strategy.extra.zero_optimization.{name}={inside[name]}: ZeRO++ is neither planned for nor "
+                              f"tested here; leave it out, or use strategy=hsdp, which keeps gathers within a node")
 
 
 def _merged(generated, extra, path):

@@ -10,7 +10,7 @@ ALL_ADAPTERS = ("full", "lora", "dora", "rslora", "qlora")
 ALL_OPTIMIZERS = ("adamw", "adamw8bit", "sgd")
 
 
-EVERY_PRECISION = ("bf16", "fp32", "fp16")
+EVERY_PRECISION = ("bf16", "fp32", "fp16", "fp8")
 
 # why a strategy leaves something out, by axis
 DEEPSPEED_WHY = {

@@ -14,7 +14,7 @@ from unittest import mock
 import torch
 from torch import nn
 
-from tonnage.config.schema import Adapter, Model
+from tonnage.config.schema import Adapter, Model, Precision
 from tonnage.errors import ConfigError, ModelError
 from tonnage.facts.bases import FP8_BLOCK
 from tonnage.models.experts import TunedExperts, add_expert_adapter, expert_modules, expert_parts, matrices, tune
@@ -27,15 +27,16 @@ ATTENTION = {"sdpa": "sdpa", "flash": "flash_attention_2", "eager": "eager", "fl
 
 
 def build_model(folder: str, model: Model, adapter: Adapter, attention: str, frozen_dtype: torch.dtype,
-                trained_dtype: torch.dtype) -> nn.Module:
+                trained_dtype: torch.dtype, float8: Precision | None = None) -> nn.Module:
     """The model of `folder`'s config.json, empty, with its adapter; what is not trained does not require gradients.
 
     Call it under `torch.device("meta")` or an engine's own context. Frozen parameters are `frozen_dtype` but for
-    those that the model class keeps in fp32; trained ones `trained_dtype`.
+    those that the model class keeps in fp32; trained ones `trained_dtype`. With `float8` the decoder's linear layers
+    compute in FP8, and the model's attribute `float8` says which (models.float8.Converted).
 
     Raises:
         ModelError: config.json is missing or of an unknown class.
-        ConfigError: adapter targets that match nothing.
+        ConfigError: adapter targets that match nothing; no layer that can compute in FP8.
     """
     from transformers import AutoModelForCausalLM, GenerationConfig
     from transformers.initialization import no_init_weights
@@ -54,6 +55,8 @@ def build_model(folder: str, model: Model, adapter: Adapter, attention: str, fro
             tensor.data = tensor.data.float()
     if adapter.quantise != "none":
         quantise(built, adapter.quantise)
+    if float8 is not None:  # before the adapter, whose own matrices stay out
+        built.float8 = compute_in_float8(built, float8)
     if adapter.name != "full":
         built = add_adapter(built, adapter, trains_embeddings=bool(model.new_tokens), dtype=trained_dtype)
     else:  # a router may be fp32 from its class; ZeRO-3 lays trained weights end to end
@@ -230,6 +233,14 @@ def dequantise(model: nn.Module) -> None:
     for module in list(model.modules()):
         if getattr(module, "kept", None):
             dequantise_module(module)
+
+
+def compute_in_float8(model: nn.Module, precision: Precision):
+    """Let the decoder's linear layers compute in FP8; returns which do (models.float8.Converted)."""
+    from tonnage.models.float8 import convert
+
+    linears, no_routers = decoder_linears(model)
+    return convert(linears, linears.keys() - no_routers, precision, bool(expert_modules(model)))
 
 
 def adapter_targets(model: nn.Module, wanted: list[str]) -> list[str]:

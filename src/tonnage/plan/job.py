@@ -12,9 +12,10 @@ from tonnage.config.schema import Config
 from tonnage.errors import ConfigError
 from tonnage.facts.architectures import Architecture
 from tonnage.facts.bases import kept_bytes
+from tonnage.facts.sizes import FLOAT8_MULTIPLE
 from tonnage.facts.zero import ZeroLimits, zero_limits
 
-COMPUTE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
+COMPUTE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp8": 2}  # fp8: outside of products, which have one of their own
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +66,11 @@ class Job:
     def compute_bytes(self) -> int:
         """Bytes of one number in forward and backward."""
         return COMPUTE_BYTES[self.precision]
+
+    @property
+    def float8_sums(self) -> tuple[int, int, int]:
+        """(weights, inputs, outputs) of the matrices whose products are computed in FP8, summed over layers."""
+        return _float8_sums(self.architecture) if self.precision == "fp8" else (0, 0, 0)
 
     @property
     def step_tokens(self) -> int:
@@ -206,6 +212,20 @@ def is_adapted(name: str, targets: tuple[str, ...]) -> bool:
     if _is_expert(name):
         return "experts" in targets
     return any(word == "all-linear" or name == word or name.endswith("." + word) for word in targets)
+
+
+@lru_cache
+def _float8_sums(architecture):
+    shapes = [shape for i in range(architecture.num_layers) for name, shape in architecture.linear_shapes(i).items()
+              if is_float8(name, *shape)]
+    return (sum(inputs * outputs for inputs, outputs in shapes), sum(inputs for inputs, _ in shapes),
+            sum(outputs for _, outputs in shapes))
+
+
+def is_float8(name: str, inputs: int, outputs: int) -> bool:
+    """Whether precision=fp8 multiplies with the matrix `name` of `Architecture.linear_shapes` in FP8 (models.float8)."""
+    fits = inputs % FLOAT8_MULTIPLE == 0 and outputs % FLOAT8_MULTIPLE == 0
+    return fits and name != "mlp.gate" and not _is_expert(name)
 
 
 def _is_expert(name):

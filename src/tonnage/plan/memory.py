@@ -10,7 +10,7 @@ from itertools import accumulate
 
 from tonnage.facts.sizes import READ_AT_ONCE_BYTES, VOCAB_BLOCK
 from tonnage.plan.activations import Played, Style, layer_tape, play
-from tonnage.plan.job import Job, adapted_names
+from tonnage.plan.job import Job, adapted_names, is_float8
 from tonnage.plan.spread import Spread, spread_of
 
 PHASES = ("load", "forward", "loss", "backward", "step", "save")
@@ -43,7 +43,15 @@ def style_of(job: Job) -> Style:
     return Style(compute_bytes=job.compute_bytes, trains_base=job.trains_all, weight_gradient_bytes=job.compute_bytes,
                  rank=job.rank, adapted=adapted_names(job), adapter_bytes=job.compute_bytes, flash=job.attention != "eager",
                  masked=packed, holds_mask=packed, dropout=job.dropout > 0, dora=job.adapter == "dora",
-                 dequantised_weight=job.quantise != "none", expert_gpus=job.expert_gpus)
+                 dequantised_weight=job.quantise != "none", expert_gpus=job.expert_gpus,
+                 float8=_float8_names(job))
+
+
+def _float8_names(job):
+    """Names of the matrices that are multiplied in FP8, dense layers and mixtures of experts together."""
+    a = job.architecture
+    shapes = {name: shape for i in (0, a.num_layers - 1) for name, shape in a.linear_shapes(i).items()}
+    return frozenset(name for name, shape in shapes.items() if job.precision == "fp8" and is_float8(name, *shape))
 
 
 @dataclass(frozen=True)

@@ -43,18 +43,23 @@ CALL_S = 8e-6
 COMPILED_CALLS = 0.2  # of the calls of an eager layer are left of a compiled one
 # read and written by the update of one parameter on the GPU: gradient, weight, moments, bf16 copy, clipping besides
 OPTIMIZER_BYTES = {"adamw": 42, "adamw8bit": 34, "sgd": 34}
+# per number that is cast to FP8: its largest value (read, its magnitude written, read), then five kernels by way of fp32;
+# compiled, it is read twice and written once. Counted on torchao 0.18, and like FP8's share of its peak (taken to be that
+# of bf16, MATMUL_FRACTION) not measured: no published row trains in FP8 with torchao's eager kernels
+CAST_BYTES, CAST_BYTES_COMPILED = 33, 5
 REDUCE_BYTES = 4  # gradients are reduced in fp32, by every engine here
 
 
 @dataclass(frozen=True)
 class Flops:
-    """FLOPs of one token: products (those of routed experts apart), attention.
+    """FLOPs of one token: products (those of routed experts and those in FP8 apart), attention.
 
     `model` is what training takes: causal attention halved, nothing computed twice.
     """
 
     linear: float
     routed: float
+    float8: float
     attention: float
     model: float
 
@@ -97,11 +102,14 @@ def flops_per_token(job: Job) -> Flops:
     attention = 2 * job.seq_tokens * _attention_width(model) * model.num_layers
     executed = (runs + 2) * attention * (2 if job.attention == "eager" else 1)
     routed = (2 * runs + backward) * sum(layer.routed_experts_active for layer in model.layers)
-    return Flops(linear - routed, routed, executed, (2 + backward) * (layers + head) + 6 * adapters + 3 * attention)
+    float8 = (2 * runs + backward) * job.float8_sums[0]
+    needed = (2 + backward) * (layers + head) + 6 * adapters + 3 * attention
+    return Flops(linear - routed - float8, routed, float8, executed, needed)
 
 
 def step_time(job: Job, gpu: Gpu, network_gb_s: float = NETWORK_GB_S, base_bytes: float | None = None) -> Speed | None:
-    """Seconds and tokens of one optimizer step; None in fp32, and where the GPU's arithmetic or links are not known.
+    """Seconds and tokens of one optimizer step; None in fp32, and where the GPU's arithmetic (in fp8: that of its FP8
+    units) or links are not known.
 
     Args:
         network_gb_s: one way between nodes, per GPU.
@@ -111,6 +119,8 @@ def step_time(job: Job, gpu: Gpu, network_gb_s: float = NETWORK_GB_S, base_bytes
     if base_bytes is None:
         base_bytes = 2.0 if job.quantise == "none" else job.kept_bytes / job.architecture.num_parameters
     if job.precision == "fp32" or None in (gpu.bf16_tflops, gpu.memory_bandwidth_tb_s, gpu.link_gb_s, gpu.host_link_gb_s):
+        return None
+    if job.precision == "fp8" and gpu.fp8_tflops is None:
         return None
     forward_s, backward_s = compute_s(job, gpu, base_bytes)
     gather, reduce, per_step = communication_bytes(job, base_bytes)
@@ -155,12 +165,24 @@ def compute_s(job: Job, gpu: Gpu, base_bytes: float = 2.0) -> tuple[float, float
     if base_bytes < 2:
         bytes_moved += (passes - 1) * (base_bytes + 2) * model.num_parameters
     products = flops.linear + flops.routed / ROUTED_FRACTION
+    if flops.float8:
+        products += flops.float8 * gpu.bf16_tflops / gpu.fp8_tflops
+        bytes_moved += _cast_bytes(job)
     gpu_s = (job.micro_tokens * (products / (peak * MATMUL_FRACTION[generation])
                                  + flops.attention / (peak * ATTENTION_FRACTION[generation])) + bytes_moved / memory)
     calls = (CALLS_PER_LAYER[job.checkpointing] * model.num_layers
              + CALLS_PER_ADAPTED_MATRIX[job.checkpointing] * len(adapted)) * (COMPILED_CALLS if job.compile else 1)
     total_s = max(gpu_s, calls * CALL_S)
     return total_s / passes, total_s * (passes - 1) / passes
+
+
+def _cast_bytes(job):
+    """Bytes moved by casts to FP8: weights and inputs in each forward, weights and gradients in backward, there the inputs
+    too where weights are trained."""
+    runs = 2 if job.checkpointing == "full" else 1
+    weights, inputs, outputs = job.float8_sums
+    numbers = (runs + 1) * weights + job.micro_tokens * ((runs + job.trains_all) * inputs + outputs)
+    return (CAST_BYTES_COMPILED if job.compile else CAST_BYTES) * numbers
 
 
 def communication_bytes(job: Job, base_bytes: float = 2.0) -> tuple[float, float, float]:

@@ -61,7 +61,7 @@ def _verdict_lines(plan):
 
 
 def _rest(config, plan):
-    speed, gpu, host = plan.speed, plan.gpu, plan.host
+    job, speed, gpu, host = plan.job, plan.speed, plan.gpu, plan.host
     parts = ", ".join(f"{name} {size:.1f}" for name, size in host.terms.items())
     lines = [f"host memory  {host.memory_gib:.1f} GiB a node ({parts})",
              f"disk         {host.checkpoint_gib:.2f} GiB a checkpoint, {host.disk_gib:.2f} GiB with those that are kept"]
@@ -70,7 +70,9 @@ def _rest(config, plan):
     lines += [f"speed        {speed.tokens_per_s:,.0f} tokens/s with padding ({speed.tokens_per_s_per_gpu:,.0f} each), "
               f"{speed.step_s:.1f} s a step, {speed.mfu:.0%} of the GPU's peak",
               f"             compute {speed.compute_s:.1f} s, waiting for others {speed.exposed_s:.1f} s, host link "
-              f"{speed.transfer_s:.1f} s, optimizer {speed.optimizer_s:.1f} s; half of published runs within x1.1"]
+              f"{speed.transfer_s:.1f} s, optimizer {speed.optimizer_s:.1f} s; "
+              + ("products in FP8 not held to any measurement" if job.precision == "fp8" else
+                 "half of published runs within x1.1")]
     cost, energy = cost_usd(1e9, speed, gpu), energy_kwh(1e9, speed, gpu)
     price = (f"{cost[0]:,.0f} to {cost[1]:,.0f} USD for 1e9 tokens (padding included) at {gpu.price_low_usd_h:.2f} to "
              f"{gpu.price_high_usd_h:.2f} USD a GPU-hour ({gpu.price_source}, {gpu.price_date})" if cost

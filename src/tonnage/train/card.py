@@ -72,7 +72,7 @@ def model_card(config: Config, run_folder: Path, kind: str, dtype: str, base: st
              *(f"| {name} | {value} |" for name, value in facts), ""]
     if kind == "adapter" and only_here(base):
         lines += [f"Note: {only_here(base)}.", ""]
-    lines += ["```python", LOADING[kind].format(base=base, dtype=_torch_name(config.precision.name if kind == "adapter"
+    lines += ["```python", LOADING[kind].format(base=base, dtype=_torch_name(config.precision.dtype if kind == "adapter"
                                                                             else dtype)), "```", "",
               "The licences of the base model and of the data apply. Nothing beyond the loss above was evaluated."]
     return "\n".join(lines) + "\n"

@@ -79,7 +79,7 @@ def export_run(run_folder: Path, kind: str = "auto", which: str = "newest", dtyp
     tokenizer = run_tokenizer(config, base_folder)
     # the adapter was trained on the base in the run's precision; merging adds in fp32 and rounds once, and peft adds those
     # of experts to the weights before it uses them
-    precision = "fp32" if kind == "merged" or adapts_experts else config.precision.name
+    precision = "fp32" if kind == "merged" or adapts_experts else config.precision.dtype
     exported = config if base == "trained" else replace(config, adapter=replace(config.adapter, quantise="none"))
     model = _trained_model(exported, base_folder, path, precision)
     question = (config.eval.prompts or [QUESTION])[0]

@@ -10,8 +10,9 @@ from tonnage.engines.base import Engine, inference
 from tonnage.errors import ConfigError, TrainingError
 from tonnage.train.loss import LossHead, loss_sum
 
-# relative differences; a leak between packed samples or a head that scales its logits is off by far more
-TOLERANCE = {"fp32": 1e-3, "bf16": 3e-2, "fp16": 1e-2}
+# relative differences; a leak between packed samples or a head that scales its logits is off by far more: by 1.1 where the
+# scales of FP8, which other samples of the row change, make 0.12 (tensorwise) and 0.02 (rowwise)
+TOLERANCE = {"fp32": 1e-3, "bf16": 3e-2, "fp16": 1e-2, "fp8": 0.3}
 
 
 def _tokens(vocab: int, count: int, start: int) -> np.ndarray:

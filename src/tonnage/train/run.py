@@ -223,5 +223,7 @@ def _print_start(s: Session, layout: Layout, train_rows) -> None:
         print(describe(train_rows, s.tokenizer), flush=True)
     if layout.device == "cpu" and s.config.precision.name == "bf16":
         LOG.info("bf16 is slow on CPUs, where it has no fast backward: precision=fp32 is faster")
+    if s.config.precision.name == "fp8":
+        LOG.info(f"{model.float8}; scales are of a micro-batch, so exactness across cuts is not claimed")
     if s.config.adapter.dropout:
         LOG.info("adapter.dropout is on: masks depend on the cut, so exactness across cuts is not claimed")

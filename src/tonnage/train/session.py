@@ -246,11 +246,11 @@ def make_engine(config: Config, strategy: str, gpus_per_node: int, cut: BatchCut
         from tonnage.engines.deepspeed_json import deepspeed_json
 
         settings = deepspeed_json(config, int(strategy.removeprefix("zero")), cut.micro_rows)
-        return DeepSpeedEngine(settings=settings, precision=config.precision.name, clip_norm=clip, device=device)
+        return DeepSpeedEngine(settings=settings, precision=config.precision.dtype, clip_norm=clip, device=device)
     from tonnage.engines.fsdp import FsdpEngine
 
     shard = shard_gpus(config, strategy, dist.get_world_size(), gpus_per_node)
-    return FsdpEngine(shard_gpus=shard, expert_gpus=config.strategy.expert_gpus, precision=config.precision.name,
+    return FsdpEngine(shard_gpus=shard, expert_gpus=config.strategy.expert_gpus, precision=config.precision.dtype,
                       offload=config.strategy.offload == "all", clip_norm=clip,
                       reshard_after_forward=config.strategy.reshard_after_forward,
                       compile_layers=config.model.compile, timeout_s=config.cluster.timeout_s, device=device)
@@ -259,7 +259,8 @@ def make_engine(config: Config, strategy: str, gpus_per_node: int, cut: BatchCut
 def engine_parts(config: Config, folder: str, attention: str) -> Parts:
     """What an engine needs to make the model of `folder`."""
     model, adapter = config.model, config.adapter
-    frozen_dtype = build.DTYPES[config.precision.name]
+    frozen_dtype = build.DTYPES[config.precision.dtype]
+    float8 = config.precision if config.precision.name == "fp8" else None
 
     def start(built, engine):
         if adapter.name != "full":
@@ -269,7 +270,7 @@ def engine_parts(config: Config, folder: str, attention: str) -> Parts:
             load.init_dora(built, engine.whole, engine.fill)
 
     return Parts(
-        build=lambda trained: build.build_model(folder, model, adapter, attention, frozen_dtype, trained),
+        build=lambda trained: build.build_model(folder, model, adapter, attention, frozen_dtype, trained, float8),
         load=lambda built, device: load.load_weights(built, folder, device, model.allow_pickle),
         optimizer=lambda built: build_optimizer(built, config.optimizer),
         start=start)
@@ -297,12 +298,16 @@ def open_session(config: Config, run_folder: Path, model_folder: str, layout: La
     windows, most = source.num_windows(config.train.epochs), config.train.max_steps
     num_steps = min(count for count in (windows, most) if count is not None)
 
+    if config.precision.name == "fp8" and not config.precision.fp8_emulate:
+        from tonnage.models.float8 import require_units
+
+        require_units(device)
     engine = make_engine(config, layout.strategy, layout.gpus_per_node, layout.cut, device)
     engine.prepare(engine_parts(config, model_folder, attention))
     head = LossHead(engine.model, config.train.loss, config.train.loss_chunk_tokens)
     routing = Routing(engine.model, config.train, config.adapter.name == "full")
     vocab = engine.model.config.get_text_config().vocab_size
-    probes.probe_loss(engine, head, vocab, config.precision.name, flat)
+    probes.probe_loss(engine, head, vocab, config.precision.dtype, flat)  # both in the same scales of FP8
     if config.data.packing or flat:
         probes.probe_packing(engine, vocab, config.precision.name, attention, flat)
 
