@@ -8,8 +8,6 @@ import zipfile
 
 import pytest
 
-import pytest
-
 from tonnage.config.compose import ROOT
 
 

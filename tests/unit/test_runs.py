@@ -98,6 +98,9 @@ def test_runs_without_a_name_never_share_a_folder(tmp_path, monkeypatch):
     monkeypatch.setattr(runs, "now", lambda: second)
     folders = {create_run(str(tmp_path), None, "model-lora", {}) for _ in range(20)}
     assert len(folders) == 20
+    digits = iter(["0000", "0000", "0001", "0" * 16, "0" * 16])
+    monkeypatch.setattr(runs.secrets, "token_hex", lambda size: next(digits) if size == 2 else "0" * 16)
+    assert create_run(str(tmp_path), None, "drawn", {}) != create_run(str(tmp_path), None, "drawn", {})
     assert all(folder.name.startswith(f"model-lora-{second:%Y%m%d-%H%M%S}-") for folder in folders)
 
 

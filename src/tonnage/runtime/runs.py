@@ -46,6 +46,8 @@ def create_run(root: str, name: str | None, label: str, config: dict) -> Path:
     try:
         folder.mkdir(parents=True)
     except FileExistsError as error:
+        if name is None:  # another run drew the same four digits in this second
+            return create_run(root, name, label, config)
         raise ConfigError(f"run.name={name}: {folder} exists; go on with it by run={folder}, or choose another "
                           f"name") from error
     except OSError as error:
