@@ -189,6 +189,7 @@ STOPPED = {"state": "stopped", "step": 5, "resumable": True, "exit_code": 75}
     ({"state": "failed", "step": 5, "exit_code": 2, "cause": "fault"}, {}, (2, None)),
     ({"state": "failed", "step": 5}, {}, (1, None)),
     ({"state": "failed", "step": 5, "exit_code": 1, "cause": "connection"}, {}, (1, "7")),
+    ({"state": "failed", "step": 5, "exit_code": 137, "cause": "lost"}, {}, (137, "7")),  # the supervisor gave up
     ({"state": "failed", "step": 5, "cause": "hang"}, {"requeue": "false"}, (1, None)),
     ({"state": "running", "step": 5}, {}, (1, "7")),
     ({"state": "running", "step": 5, "job": "6"}, {}, (1, None)),  # another job is at it

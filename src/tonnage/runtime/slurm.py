@@ -75,7 +75,9 @@ case $(status state) in
   stopped) [ $limit ] && again "time limit"
     job_has ' PreemptTime=[0-9]' && again "preempted"
     exit 75 ;;  # somebody asked for it
-  failed) case $(status cause) in connection | device | hang) again "lost at step $(status step): $(status cause)" ;; esac
+  failed) case $(status cause) in
+      connection | device | hang | lost) again "lost at step $(status step): $(status cause)" ;;
+    esac
     code=$(status exit_code)
     exit "${code:-1}" ;;  # what is to be mended, or would be the same the next time
   *) again "the ranks ended without a word at step $(status step)"
