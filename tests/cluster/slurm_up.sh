@@ -37,7 +37,8 @@ chmod 400 "$DIR/etc/munge.key"
 printf '127.0.0.1 localhost\n%s.1 %s\n%s.11 node1\n%s.12 node2\n' $NET "$(hostname -s)" $NET $NET > "$DIR/etc/hosts"
 # names come from that file alone: look-ups by DNS would wait until they time out
 { grep -v '^hosts:' /etc/nsswitch.conf; echo 'hosts: files'; } > "$DIR/etc/nsswitch.conf"
-# cred_expire: how long a requeued job waits (120 s else); config_overrides: more cores than there are
+# cred_expire: how long a requeued job waits (120 s else); MinJobAge: for how long a test may ask for a job that has ended;
+# config_overrides: more cores than there are
 cat > "$DIR/etc/slurm.conf" << END
 ClusterName=tonnage
 SlurmctldHost=$(hostname -s)($NET.1)
@@ -67,6 +68,7 @@ SchedulerParameters=sched_interval=1,sched_min_interval=0,batch_sched_delay=0,bf
 PriorityType=priority/basic
 JobRequeue=1
 KillWait=10
+MinJobAge=86400
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 AccountingStorageType=accounting_storage/none
