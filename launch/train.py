@@ -43,7 +43,7 @@ from tonnage.runtime import runs
 from tonnage.runtime.driver import host_memory, known_gpu
 from tonnage.runtime.entry import guarded, run_script
 from tonnage.runtime.logs import log_to_folder, quiet_libraries
-from tonnage.runtime.supervisor import RESTART_VARIABLE, restart_facts, start_ranks, supervise
+from tonnage.runtime.supervisor import restart_facts, start_ranks, supervise
 
 HELP = """\
 python launch/train.py [key=value ...]        starts its own ranks
@@ -228,7 +228,8 @@ def begin(command: CommandLine, config: Config, machine: Machine, planned: Plann
         raise ConfigError(f"run={command.run_folder}: is finished; export it with launch/export.py run=..., or train on "
                           f"in a new run with run.fork=true")
     lock = runs.lock_run(command.run_folder) if resumed else None
-    if resumed and RESTART_VARIABLE not in os.environ:
+    supervised, restart = restart_facts(command.run_folder) if resumed else (False, None)
+    if resumed and not supervised:
         runs.forget_stop(command.run_folder)  # whoever goes on with a run does not want it to stop for what was
     if resumed:
         before = runs.read_attempt(command.run_folder)
@@ -261,7 +262,7 @@ def begin(command: CommandLine, config: Config, machine: Machine, planned: Plann
         "overrides": list(command.overrides) if resumed else [], "command": list(command.overrides),
         "model_folder": model_folder, "model_identity": identity, "start_from": str(start_from) if start_from else None,
         "forked_from": str(forked_from) if forked_from else None, "time": f"{runs.now():%Y-%m-%dT%H:%M:%SZ}",
-        "layout": asdict(layout), "restart": restart_facts()})
+        "layout": asdict(layout), "restart": restart})
     if plan is not None:
         measured.write(folder, attempt, text.as_dict(config, plan))
     runs.write_status(folder, "running", "starting", attempt=attempt, resumable=True)

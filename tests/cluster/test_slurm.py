@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,13 @@ class Cluster:
         assert done.returncode == 0, f"{words}\n{done.stdout}{done.stderr}"
         return done.stdout.strip()
 
+    def on(self, node, log, *words):
+        """A command begun on a node, without SLURM and its variables, in the folder of `log`."""
+        env = {name: value for name, value in self.env.items() if name != "SLURM_CONF"}
+        with open(log, "a") as output:
+            return subprocess.Popen([self.state / "node_run", node, *map(str, words)], env=env, cwd=log.parent,
+                                    stdout=output, stderr=output, stdin=subprocess.DEVNULL)
+
     def say(self, text):
         print(f"  {time.monotonic() - self.started:5.0f} s  {text}", flush=True)
 
@@ -71,10 +79,14 @@ class Cluster:
 
     def submit(self, name, *words, step_s=0.0):
         """(run folder, job) of a new run."""
-        printed = self.launch(*self.keys(f"run.name={name}", "cluster=slurm", *words), step_s=step_s)
-        job = re.match(r"job (\d+): ", printed)[1]
-        self.say(f"{name}: job {job} submitted")
-        return self.place / "outputs" / name, job
+        run = self.place / "outputs" / name
+        return run, self.submitted(run, *self.keys(f"run.name={name}", "cluster=slurm", *words), step_s=step_s)
+
+    def submitted(self, run, *words, step_s=0.0):
+        """The job of what was given to launch/submit.py."""
+        job = re.match(r"job (\d+): ", self.launch(*words, step_s=step_s))[1]
+        self.say(f"{run.name}: job {job} submitted")
+        return job
 
     def job(self, job, field):
         return re.search(rf"\b{field}=(\S+)", self.output("scontrol", "show", "job", job))[1]
@@ -120,6 +132,11 @@ def losses(run):
     return {line["step"]: line["loss"] for line in lines if "loss" in line}
 
 
+def hosts_of(run):
+    """Hosts of a run's ranks, by their order, as its log has them."""
+    return re.findall(r"node (\S+): 1 rank", (run / "logs" / "rank-0.log").read_text())
+
+
 def rank_of(run, rank):
     """Process id of a rank: nodes share the processes of this machine."""
     for place in Path("/proc").glob("[0-9]*"):
@@ -127,17 +144,18 @@ def rank_of(run, rank):
             words, env = (place / "cmdline").read_text().split("\0"), (place / "environ").read_text().split("\0")
         except OSError:  # it has ended
             continue
-        if f"RANK={rank}" in env and f"run={run}" in words and any(word.endswith("launch/train.py") for word in words[:3]):
+        named = f"run={run}" in words or f"run.name={run.name}" in words
+        if f"RANK={rank}" in env and named and any(word.endswith("launch/train.py") for word in words[:3]):
             return int(place.name)
     raise AssertionError(f"no rank {rank} of {run}")
 
 
-def done_after(run, starts, steps=STEPS):
+def done_after(run, starts, steps=STEPS, hosts=2):
     """Whether a run is finished in one folder, with every step in its metrics, after so many starts."""
     status = read_status(run)
     assert (status["state"], status["step"], sorted(losses(run))) == ("done", steps, list(range(1, steps + 1)))
     assert len(list((run / "attempts").glob("*.yaml"))) == starts + 1  # 000 is what was submitted
-    assert all((run / "logs" / f"{host}.log").is_file() for host in ("node1", "node2"))
+    assert len(list((run / "logs").glob("node?.log"))) >= hosts
     assert not (run / "stop").exists()
     return True
 
@@ -165,8 +183,50 @@ def limited(cluster):
     return cluster.submit("limited", "cluster.time=00:02:00", "cluster.lead_s=30", step_s=6.0)
 
 
+def over_ssh(cluster):
+    """`deepspeed --hostfile` on node1: a variable of .deepspeed_env, a stop, then a rank that dies under the supervisor."""
+    place = cluster.place / "ssh"
+    place.mkdir()
+    run, log = cluster.place / "outputs" / "ssh", place / "log"
+    (place / "hosts").write_text("node1 slots=1\nnode2 slots=1\n")
+    # ssh brings nothing else of cluster.env but PYTHONPATH
+    (place / ".deepspeed_env").write_text("".join(f"{name}={value}\n" for name, value in {
+        **{name: cluster.env[name] for name in ("TONNAGE_CACHE", "HF_HUB_OFFLINE", "OMP_NUM_THREADS")},
+        "TONNAGE_TEST_STEP_S": "0.5"}.items()))
+    command = [sys.executable, "-m", "deepspeed.launcher.runner", "--hostfile=hosts", "--master_port=29501",
+               ROOT / "launch" / "train.py"]
+    keys = cluster.keys("run.name=ssh", "strategy=zero2", "checkpoint.every_steps=4", "model.name=of two words")
+    first = cluster.on("node1", log, *command, *keys)
+    cluster.until_step(run, 1)
+    env = (Path("/proc") / str(rank_of(run, 1)) / "environ").read_text().split("\0")
+    assert f"TONNAGE_CACHE={cluster.env['TONNAGE_CACHE']}" in env and not any(word.startswith("SLURM") for word in env)
+    (run / "stop").write_text("enough\n")
+    assert first.wait(120) == EXIT_STOPPED_RESUMABLE, log.read_text()[-3000:]
+    status = read_status(run)
+    cluster.say(f"ssh: {status['message']}")
+    assert status["state"] == "stopped" and hosts_of(run) == ["node1", "node2"]
+    supervisor = [sys.executable, "-m", "tonnage.runtime.supervisor", f"run={run}", "restarts=1", "--"]
+    second = cluster.on("node1", log, *supervisor, *command, f"run={run}")
+    cluster.until_step(run, max(6, status["step"] + 1))
+    os.kill(rank_of(run, 1), signal.SIGKILL)
+    cluster.say("ssh: rank 1 is dead")
+    assert second.wait(180) == 0, log.read_text()[-3000:]
+    restart = yaml.safe_load((run / "attempts" / "003.yaml").read_text())["restart"]
+    cluster.say(f"ssh: {restart}")
+    assert (restart["number"], restart["of"]) == (1, 1) and restart["from_step"] >= 4
+    assert read_status(run)["state"] == "done" and len(list((run / "attempts").glob("*.yaml"))) == 3
+    return run
+
+
 @pytest.fixture(scope="module")
-def whole(cluster, limited):
+def ssh_run(cluster, limited):
+    """The run of `over_ssh`, which goes on beside the tests before the one that asks for it."""
+    with ThreadPoolExecutor(1) as thread:
+        yield thread.submit(over_ssh, cluster)
+
+
+@pytest.fixture(scope="module")
+def whole(cluster, limited, ssh_run):
     """(a), (g): uninterrupted, by torchrun; on the same nodes at the same time one by srun."""
     first, second = cluster.submit("torchrun"), cluster.submit("srun", "cluster.launcher=srun")
     for run, job in (first, second):
@@ -222,14 +282,32 @@ def test_srun_by_hand_and_one_process_alone_is_refused(cluster, whole):
     assert not (cluster.place / "outputs" / "alone").exists()
 
 
-def test_a_sweep_is_an_array_with_a_run_for_each_point(cluster, whole):
-    printed = cluster.launch("-m", *cluster.keys("cluster=slurm", "gpus=1", "train.max_steps=1", "cluster.array_limit=1",
-                                                 "optimizer.learning_rate=1e-4,2e-4"))
+def test_torchrun_by_hand_meets_by_c10d(cluster, whole):
+    words = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d",
+             "--rdzv-endpoint=node1:29500", ROOT / "launch" / "train.py",
+             *cluster.keys("run.name=c10d", "train.max_steps=3")]
+    logs = [cluster.place / f"c10d-{node}.log" for node in ("node1", "node2")]
+    started = [cluster.on(log.stem[5:], log, *words) for log in logs]
+    assert [process.wait(120) for process in started] == [0, 0], "\n".join(log.read_text()[-3000:] for log in logs)
+    run = cluster.place / "outputs" / "c10d"
+    assert read_status(run)["state"] == "done" and set(hosts_of(run)) == {"node1", "node2"}
+    expected = losses(whole[0])
+    assert losses(run) == pytest.approx({step: expected[step] for step in (1, 2, 3)}, rel=1e-6)
+
+
+def test_a_sweep_is_an_array_and_a_point_that_loses_a_rank_is_requeued_alone(cluster, whole):
+    printed = cluster.launch("-m", *cluster.keys("cluster=slurm", "gpus=1", "train.max_steps=4", "cluster.array_limit=2",
+                                                 "optimizer.learning_rate=1e-4,2e-4"), step_s=SLOW_S)
     jobs = re.findall(r"^job (\d+_\d): (\S+)$", printed, re.MULTILINE)
     assert [job.split("_")[1] for job, _ in jobs] == ["0", "1"]
+    killed = cluster.place / jobs[0][1]
+    cluster.until_step(killed, 1)
+    os.kill(rank_of(killed, 0), signal.SIGKILL)  # as the kernel does for want of memory
     for job, run in jobs:
         cluster.ended(cluster.place / run, job)
-        assert read_status(cluster.place / run)["state"] == "done"
+        assert done_after(cluster.place / run, 2 if run == jobs[0][1] else 1, steps=4, hosts=1)
+        again = f"{job} requeued: the ranks ended without a word at step " in (cluster.place / run / "jobs").read_text()
+        assert again == (run == jobs[0][1])
         assert f"{job} started on node" in (cluster.place / run / "jobs").read_text()
     configs = [yaml.safe_load((cluster.place / run / "config.yaml").read_text()) for _, run in jobs]
     assert [config["optimizer"]["learning_rate"] for config in configs] == [1e-4, 2e-4]
@@ -259,6 +337,32 @@ def test_a_cancelled_job_writes_a_checkpoint_stays_away_and_is_resumed_by_hand(c
     again = cluster.output("sbatch", "--parsable", run / "submit.sbatch")
     cluster.ended(run, again)
     assert done_after(run, 2) and equal(run, whole[0])
+
+
+def test_a_run_goes_on_with_one_node_and_then_with_two_and_learns_the_same(cluster, whole):
+    run, job = cluster.submit("elastic", step_s=SLOW_S)
+    for resumed_with, stopped_behind in (("gpus=1", 2), ("gpus=2", 5)):
+        cluster.until_step(run, stopped_behind)
+        (run / "stop").write_text("other nodes\n")
+        cluster.ended(run, job, "FAILED")  # 75 is not 0
+        assert cluster.job(job, "ExitCode") == f"{EXIT_STOPPED_RESUMABLE}:0"
+        job = cluster.submitted(run, f"run={run}", resumed_with, step_s=SLOW_S if resumed_with == "gpus=1" else 0)
+    cluster.ended(run, job)
+    jobs = (run / "jobs").read_text()
+    assert re.findall(r"started on (\S+) at", jobs) == ["node[1-2]", "node1", "node[1-2]"] and "requeued" not in jobs
+    steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in steps if "loss" in line] == list(range(1, STEPS + 1))  # none twice
+    assert losses(run) == pytest.approx(losses(whole[0]), rel=1e-5)
+    said = (run / "logs" / "rank-0.log").read_text()
+    for line in ("1 rank x 2 rows x 3 steps, was 2 x 2 x 2; the global batch is 6 rows as before",
+                 "2 ranks x 2 rows x 2 steps, was 1 x 2 x 3; the global batch is 6 rows as before"):
+        assert line in said
+        cluster.say(f"{run.name}: {line}")
+    assert done_after(run, 3)
+
+
+def test_deepspeed_over_ssh_with_a_variable_a_stop_and_a_rank_that_dies(ssh_run, whole):
+    assert losses(ssh_run.result(300)) == pytest.approx(losses(whole[0]), rel=1e-4)
 
 
 def test_a_node_dies_and_the_job_goes_on_from_the_newest_checkpoint(cluster, whole):

@@ -168,7 +168,7 @@ def ending(tmp_path):
             f'#!/bin/bash\n[ $1 = requeue ] && {{ echo $2 > {tmp_path}/requeued; exit 1; }}\necho "JobId=1 {job} X=1"\n')
         (tmp_path / "scontrol").chmod(0o755)
         (tmp_path / "requeued").unlink(missing_ok=True)
-        text = f"set -u\nlimit=\nJOB=7 SLURM_JOB_ID=7 REQUEUE={requeue} RUN={tmp_path}\n{before}\n{slurm.ENDING}"
+        text = f"set -u\nJOB=7 SLURM_JOB_ID=7 REQUEUE={requeue} RUN={tmp_path}\n{slurm.SIGNALS}{before}\n{slurm.ENDING}"
         done = subprocess.run(["bash", "-c", text], capture_output=True, text=True,
                               env={"PATH": f"{tmp_path}:{os.environ['PATH']}"})
         requeued = tmp_path / "requeued"
@@ -189,6 +189,7 @@ STOPPED = {"state": "stopped", "step": 5, "resumable": True, "exit_code": 75}
     ({"state": "failed", "step": 5, "exit_code": 2, "cause": "fault"}, {}, (2, None)),
     ({"state": "failed", "step": 5}, {}, (1, None)),
     ({"state": "failed", "step": 5, "exit_code": 1, "cause": "connection"}, {}, (1, "7")),
+    ({"state": "failed", "step": 5, "exit_code": 137, "cause": "lost"}, {}, (137, "7")),  # the supervisor gave up
     ({"state": "failed", "step": 5, "cause": "hang"}, {"requeue": "false"}, (1, None)),
     ({"state": "running", "step": 5}, {}, (1, "7")),
     ({"state": "running", "step": 5, "job": "6"}, {}, (1, None)),  # another job is at it
@@ -196,6 +197,22 @@ STOPPED = {"state": "stopped", "step": 5, "resumable": True, "exit_code": 75}
     (None, {}, (1, None))])  # this start wrote none
 def test_the_end_of_a_job(ending, status, changes, expected):
     assert ending(status, **changes) == expected
+
+
+@pytest.mark.parametrize("said, named", [
+    ("slurmstepd: error: Detected 1 oom_kill event in StepId=7.0. Some of the step tasks have been OOM Killed.", True),
+    ("slurmstepd: error: Detected 1 oom-kill event(s) in step 7.0 cgroup.", True),
+    ("srun: error: node1: task 0: Out Of Memory", True),
+    ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate", False)])
+@pytest.mark.parametrize("status", [{"state": "running", "step": 5},
+                                    {"state": "failed", "step": 5, "exit_code": 1, "cause": "connection"}])
+def test_a_memory_kill_of_this_start_is_named(ending, tmp_path, said, named, status):
+    (tmp_path / "logs").mkdir()
+    log = tmp_path / "logs" / "node1.log"
+    log.write_text("slurmstepd: error: Detected 1 oom_kill event in StepId=6.0.\n")  # of an earlier start
+    assert ending(status) == (1, "7") and "memory" not in (tmp_path / "jobs").read_text()
+    assert ending(status, before=f"echo '{said}' >> {log}") == (1, "7")
+    assert ("a process was killed for want of memory" in (tmp_path / "jobs").read_text()) == named
 
 
 def test_a_status_of_an_earlier_start_decides_nothing(ending, tmp_path):

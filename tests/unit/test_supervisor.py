@@ -9,7 +9,7 @@ import pytest
 
 from tonnage.errors import EXIT_DOES_NOT_FIT, EXIT_STOPPED_RESUMABLE, EXIT_USER_ERROR
 from tonnage.runtime import runs
-from tonnage.runtime.supervisor import Ended, ended_by, start_command, start_ranks, supervise
+from tonnage.runtime.supervisor import Ended, ended_by, restart_facts, start_command, start_ranks, supervise
 
 # ---- starting ranks
 
@@ -121,6 +121,7 @@ def test_the_default_is_not_to_start_again(folder, capsys):
     assert code == 137 and seen == [None] and "error: rank 1 was ended by SIGKILL" in capsys.readouterr().err
     status = runs.read_status(folder)
     assert status["state"] == "failed" and status["exit_code"] == 137 and "go on with run=" in status["message"]
+    assert status["cause"] == "lost"  # by which a batch script knows that another job may go on
 
 
 def test_two_starts_without_a_new_checkpoint_are_the_end(folder, capsys):
@@ -150,7 +151,7 @@ from tonnage.runtime import runs
 from tonnage.runtime.supervisor import restart_facts
 from pathlib import Path
 folder = Path(sys.argv[1])
-runs.write_status(folder, sys.argv[2], "message", cause=sys.argv[3], restart=restart_facts())
+runs.write_status(folder, sys.argv[2], "message", cause=sys.argv[3], restart=restart_facts(folder))
 sys.exit(1)  # as torchrun does
 """
 
@@ -161,12 +162,25 @@ sys.exit(1)  # as torchrun does
     ("running", "", Ended(1, "the ranks ended without a word (exit code 1)", lost=True))])
 def test_a_launcher_that_returns_1_for_all_is_read_by_status(folder, state, cause, expected):
     ended = start_command([sys.executable, "-c", STATUS, str(folder), state, cause], folder, {"number": 3})
-    assert ended == expected and runs.read_status(folder)["restart"] == {"number": 3}
+    assert ended == expected and runs.read_status(folder)["restart"] == [True, {"number": 3}]
+
+
+@pytest.mark.parametrize("state", ["stopped", "failed", "running"])
+def test_what_an_earlier_start_has_said_is_not_taken_for_this_one(folder, state):
+    runs.write_status(folder, state, "of yesterday", cause="connection")
+    assert start_command(["false"], folder, None) == Ended(1, "false ended with exit code 1 before any rank ran")
+
+
+def test_a_restart_is_told_to_the_rank_that_begins_and_to_nobody_later(folder):
+    start_command(["sh", "-c", f"cp {folder}/restart {folder}/told"], folder, None)
+    assert (folder / "told").read_text() == "null" and restart_facts(folder) == (False, None)
+    (folder / "told").rename(folder / "restart")
+    assert [restart_facts(folder), restart_facts(folder)] == [(True, None), (False, None)]
 
 
 def test_a_signal_to_the_batch_script_becomes_a_stop_request(folder):
     words = [sys.executable, "-m", "tonnage.runtime.supervisor", f"run={folder}", "restarts=3", "--", "sh", "-c",
-             f"touch {folder}/begun; until test -e {folder}/stop; do sleep 0.1; done; exit 1"]
+             f"touch {folder}/status.json {folder}/begun; until test -e {folder}/stop; do sleep 0.1; done; exit 1"]
     process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 60
     while not (folder / "begun").exists() and time.monotonic() < deadline:

@@ -5,6 +5,7 @@
     attempts/NNN.yaml  one per start: what was changed, where it ran, how the batch was cut; 000 is what was submitted
     status.json      queued, running, stopped, failed or done; the step; what to do next
     stop             made by whoever wants the run to stop; what is in it is the reason
+    restart          what a supervisor above launchers tells the rank that begins next; gone once that has read it
     jobs             on a cluster, a line for each job and each of its starts
     metrics.jsonl    one line a step
     checkpoints/     step-00000100/ and so on

@@ -49,6 +49,12 @@ SIGNALS = """\
 limit=
 trap 'limit=1; echo "the time limit is near" > "$RUN/stop"' USR1
 trap 'echo "SLURM ends the job" > "$RUN/stop"' TERM
+# what SLURM and the kernel say of memory, in logs that hold earlier starts too; this job's own log may be elsewhere
+memory_kills() {
+  { cat "$RUN"/logs/*.log; [ ! -f /proc/$$/fd/1 ] || cat /proc/$$/fd/1; } 2> /dev/null |
+    grep -ci 'oom[-_ ]kill\\|error: .*: Out Of Memory$'
+}
+kills=$(memory_kills)
 """
 
 WAIT = """\
@@ -62,7 +68,7 @@ ENDING = """\
 status() { sed -n "s/^ \\"$1\\": \\"\\?\\([a-z0-9]*\\).*/\\1/p" "$RUN/status.json"; }
 job_has() { scontrol show job -o "$JOB" | grep -q "$1"; }
 again() {  # unless the job was cancelled meanwhile; SLURM ends this script in its sleep
-  [ $REQUEUE = true ] && job_has ' JobState=RUNNING ' || return
+  [ $REQUEUE = true ] && job_has ' JobState=RUNNING ' || { echo "$1"; return; }
   echo "$(date -u +%FT%TZ) $JOB requeued: $1" | tee -a "$RUN/jobs"
   scontrol requeue "$JOB" && sleep 600
 }
@@ -70,15 +76,17 @@ if [ "$(status job)" != "$SLURM_JOB_ID" ] || [ ! "$RUN/status.json" -nt "$RUN/jo
   echo "the ranks did not start (or another job is at this run); see $RUN/logs"
   exit 1
 fi
+why=; [ "$(memory_kills)" = "$kills" ] || why="; a process was killed for want of memory on its host (cluster.memory_gib)"
 case $(status state) in
   done) exit 0 ;;
   stopped) [ $limit ] && again "time limit"
     job_has ' PreemptTime=[0-9]' && again "preempted"
     exit 75 ;;  # somebody asked for it
-  failed) case $(status cause) in connection | device | hang) again "lost at step $(status step): $(status cause)" ;; esac
+  failed) case $(status cause) in connection | device | hang | lost)
+      again "lost at step $(status step): $(status cause)$why" ;; esac
     code=$(status exit_code)
     exit "${code:-1}" ;;  # what is to be mended, or would be the same the next time
-  *) again "the ranks ended without a word at step $(status step)"
+  *) again "the ranks ended without a word at step $(status step)$why"
     exit 1 ;;
 esac
 """

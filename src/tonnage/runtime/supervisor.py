@@ -25,9 +25,9 @@ from tonnage.errors import EXIT_DOES_NOT_FIT, EXIT_DONE, EXIT_STOPPED_RESUMABLE,
 from tonnage.runtime import runs
 from tonnage.runtime.entry import guarded, read_options
 
-RESTART_VARIABLE = "TONNAGE_RESTART"
+RESTART_FILE = "restart"  # not a variable: over ssh launchers pass on few
 END_AFTER_S, STOP_AFTER_S = 3.0, 60.0  # for the other ranks, once one has failed, or stopped as asked
-LOST = ("connection", "device", "hang")  # causes in status.json that starting again may cure
+LOST = ("connection", "device", "hang", "lost")  # causes in status.json that starting again may cure
 MAX_IDLE_STARTS = 2  # in a row, without a new checkpoint: the third would end as they did
 
 
@@ -188,7 +188,8 @@ def _note(folder, ended):
                     exit_code=ended.code, reason=runs.stop_wanted(folder) or "signal")
         runs.forget_stop(folder)
     elif ended.lost and ended.code > 128 or ended.code not in (EXIT_DONE, EXIT_STOPPED_RESUMABLE) and state == "running":
-        runs.settle(folder, "failed", f"{ended.reason}; go on with run={folder}", exit_code=ended.code)
+        runs.settle(folder, "failed", f"{ended.reason}; go on with run={folder}", exit_code=ended.code,
+                    **({"cause": "lost"} if ended.lost else {}))
 
 
 def _conclude(folder, ended):
@@ -203,9 +204,17 @@ def _conclude(folder, ended):
     return ended.code
 
 
-def restart_facts() -> dict | None:
-    """What the supervisor above the launcher of this rank says of this start; None for a first start."""
-    return json.loads(os.environ.get(RESTART_VARIABLE, "null"))
+def restart_facts(folder: Path) -> tuple[bool, dict | None]:
+    """For rank 0: (whether a supervisor above the launcher makes this start, which restart it is, None for a first start).
+
+    It is told once: what is started later without a supervisor must not hear it.
+    """
+    try:
+        facts = json.loads((folder / RESTART_FILE).read_text())
+    except FileNotFoundError:
+        return False, None
+    (folder / RESTART_FILE).unlink(missing_ok=True)
+    return True, facts
 
 
 def start_command(words: list[str], folder: Path, restart: dict | None) -> Ended:
@@ -213,22 +222,30 @@ def start_command(words: list[str], folder: Path, restart: dict | None) -> Ended
 
     SIGTERM and SIGINT become the run's stop request: passed on, they would reach launchers before ranks.
     """
-    begun = time.time()
-    process = subprocess.Popen(words, env=os.environ | {RESTART_VARIABLE: json.dumps(restart)}, start_new_session=True)
+    before = _status_print(folder)
+    (folder / RESTART_FILE).write_text(json.dumps(restart))
+    process = subprocess.Popen(words, start_new_session=True)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda received, _: runs.want_stop(folder, signal.Signals(received).name))
     code = process.wait()
+    (folder / RESTART_FILE).unlink(missing_ok=True)
     if code == 0:
         return Ended(EXIT_DONE)
+    own_code = code if code > 0 else 128 - code
+    if _status_print(folder) == before:
+        return Ended(own_code, f"{words[0]} ended with exit code {code} before any rank ran")
     status = runs.read_status(folder)
-    state = status.get("state", "running")
-    if state == "stopped":
+    if status["state"] == "stopped":
         return Ended(EXIT_STOPPED_RESUMABLE)
-    if state == "failed" and (folder / "status.json").stat().st_mtime >= begun:
+    if status["state"] == "failed":
         return Ended(status.get("exit_code", 1), status["message"], lost=status.get("cause") in LOST)
-    if state == "running":
-        return Ended(code if code > 0 else 128 - code, f"the ranks ended without a word (exit code {code})", lost=True)
-    return Ended(code if code > 0 else 128 - code, f"{words[0]} ended with exit code {code} before any rank ran")
+    return Ended(own_code, f"the ranks ended without a word (exit code {code})", lost=status["state"] == "running")
+
+
+def _status_print(folder):
+    """Changes whenever a rank writes status.json; clocks of other machines do not matter."""
+    file = folder / "status.json"
+    return (file.stat().st_mtime_ns, file.stat().st_ino) if file.is_file() else None
 
 
 def main(argv: list[str]) -> int:

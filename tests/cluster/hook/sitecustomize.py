@@ -21,6 +21,6 @@ def slow_down(step_s: float) -> None:
     loop.run_window = slow
 
 
-first_start = "RUN" in os.environ and "SLURM_RESTART_COUNT" not in os.environ
+first_start = ("RUN" in os.environ or "RANK" in os.environ) and "SLURM_RESTART_COUNT" not in os.environ
 if first_start and sys.argv[:1] != ["-m"] and "TONNAGE_TEST_STEP_S" in os.environ:
     threading.Thread(target=slow_down, args=(float(os.environ["TONNAGE_TEST_STEP_S"]),), daemon=True).start()
