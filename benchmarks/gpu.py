@@ -130,16 +130,12 @@ def measure(part: Part, device: str, tiny: bool) -> dict:
     try:
         import torch
 
-        from tonnage.config.compose import groups
         from tonnage.errors import ConfigError
         from tonnage.runtime import ranks
         from tonnage.runtime.driver import first_gpu
         from tonnage.runtime.logs import quiet_libraries
     except ImportError as error:
         raise NotRun(f"{error}") from error
-    precision = next((word.partition("=")[2] for word in part.overrides if word.startswith("precision=")), None)
-    if precision and precision not in groups()["precision"]:
-        raise NotRun(f"precision={precision} is not there")
     if device == "cuda" and not torch.cuda.is_available():
         raise NotRun("torch sees no GPU")
     quiet_libraries()
@@ -180,12 +176,14 @@ def steps_of(part: Part, folder: str, device: str, tiny: bool, gpu) -> dict:
     from tonnage.report.console import StepProgress
     from tonnage.train.loop import run_window
     from tonnage.train.loss import LossHead
+    from tonnage.train.routing import Routing
     from tonnage.train.session import engine_parts, make_engine, resolve_attention
 
     rows, seq_tokens = (2, 64) if tiny else (part.micro_rows, 2048)
     config = compose_config(["model=custom", f"model.path={folder}", "strategy=ddp", "gpus=1", f"device={device}",
                              f"data.seq_tokens={seq_tokens}", f"batch.micro_rows={rows}", f"batch.global_rows={2 * rows}",
-                             "schedule=constant", "schedule.warmup_steps=0", "model.attention=sdpa", *part.overrides])
+                             "schedule=constant", "schedule.warmup_steps=0", "model.attention=sdpa", *part.overrides,
+                             f"precision.fp8_emulate={str(device == 'cpu').lower()}"])
     layout, architecture = resolve_layout(config, 1, device, 1, under_deepspeed=False), architecture_of(config)
     gpu = gpu or Gpu(name="host", title="this machine", memory_gib=64.0, source="a rehearsal")
     plan = make_plan(config, layout, architecture, gpu)
@@ -196,7 +194,8 @@ def steps_of(part: Part, folder: str, device: str, tiny: bool, gpu) -> dict:
     engine.prepare(with_random_weights(engine_parts(config, folder, attention)))
     session = SimpleNamespace(
         config=config, cut=layout.cut, world_size=1, rank=0, pad_token=0, flat=False, group=dist.group.WORLD, engine=engine,
-        head=LossHead(engine.model, config.train.loss, config.train.loss_chunk_tokens), peak_rate=1e-5,
+        head=LossHead(engine.model, config.train.loss, config.train.loss_chunk_tokens),
+        routing=Routing(engine.model, config), peak_rate=1e-5,
         num_steps=NUM_STEPS, progress=StepProgress(NUM_STEPS, 0, show=False), stop_agreed=lambda: False)
     window, step_s, losses = random_rows(architecture.vocab, 2 * rows, seq_tokens), [], []
     for step in range(1, NUM_STEPS + 1):

@@ -140,6 +140,7 @@ def measure(case: Case, folder: str) -> dict:
     from tonnage.trace.window import book_fsdp, loss_phase, tracked_window
     from tonnage.train.loop import run_window
     from tonnage.train.loss import LossHead
+    from tonnage.train.routing import Routing
     from tonnage.train.session import engine_parts, make_engine
 
     config = case.config()
@@ -149,7 +150,8 @@ def measure(case: Case, folder: str) -> dict:
     head = LossHead(engine.model, config.train.loss, config.train.loss_chunk_tokens)
     rows = rows_of(case, folder)
     session = SimpleNamespace(config=config, cut=layout.cut, world_size=1, rank=0, pad_token=0, flat=False,
-                              group=dist.group.WORLD, engine=engine, head=head, peak_rate=LEARNING_RATE,
+                              group=dist.group.WORLD, engine=engine, head=head,
+                              routing=Routing(engine.model, config), peak_rate=LEARNING_RATE,
                               num_steps=NUM_STEPS, progress=StepProgress(NUM_STEPS, 0, show=False),
                               stop_agreed=lambda: False)
     losses, step_cpu_s = [], []

@@ -152,7 +152,7 @@ def test_balance_loss_by_its_definition(families):
     """Of one row, written out; and its gradient reaches the router."""
     from types import SimpleNamespace
 
-    from tonnage.config.schema import Train
+    from tonnage.config.compose import compose_config
     from tonnage.data.collate import MicroBatch
     from tonnage.train.routing import Routing
 
@@ -161,7 +161,7 @@ def test_balance_loss_by_its_definition(families):
     index = logits.detach().topk(top_k).indices
     model = torch.nn.Module()
     model.config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(router_aux_loss_coef=0.1))
-    routing = Routing(model, Train(), trains_all=True)
+    routing = Routing(model, compose_config(["adapter=full"]))
     routing.biased, routing.row_N = False, MicroBatch(
         torch.zeros(1, 7), None, None, None, tokens, 0, (tokens,)).row_of_tokens()
     found = routing._balance(logits, index)

@@ -96,7 +96,7 @@ def open_tiny(config, folder: str, rows=None, run_folder: Path | None = None, gr
         config=config, folder=run_folder or Path(tempfile.mkdtemp(prefix="tonnage-tiny-")), run_id="tiny", group=group or dist.group.WORLD,
         patient_group=group or dist.group.WORLD, cut=layout.cut, engine=engine,
         head=LossHead(engine.model, config.train.loss, 16),
-        routing=Routing(engine.model, config.train, config.adapter.name == "full"), source=source, tokenizer=SimpleNamespace(pad_token_id=0),
+        routing=Routing(engine.model, config), source=source, tokenizer=SimpleNamespace(pad_token_id=0),
         flat=False, eval_rows=None, num_steps=num_steps,
         peak_rate=peak_learning_rate(config.optimizer, config.adapter.name, layout.cut.global_rows), attempt=1,
         metrics=Recorder(), progress=StepProgress(num_steps, 0, show=False),

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tonnage.config.schema import Train
+from tonnage.config.schema import Config
 from tonnage.data.collate import MicroBatch
 from tonnage.errors import ConfigError
 
@@ -25,17 +25,17 @@ class Routing:
     is the mean over its rows and layers. A router's bias is moved once a window, by the rate: up for experts with fewer
     tokens than the mean, down for those with more (the same, auxiliary-loss-free balancing).
 
-    Args:
-        trains_all: every weight is trained; with an adapter routers are frozen, and `auto` balances nothing.
+    With an adapter routers are frozen, and `auto` balances nothing.
 
     Raises:
         ConfigError: balancing that is asked for where there is nothing to balance.
     """
 
-    def __init__(self, model: nn.Module, train: Train, trains_all: bool):
+    def __init__(self, model: nn.Module, config: Config):
+        train, trains_all = config.train, config.adapter.name == "full"
         self.routers = [router for parent in model.modules() for router in _routers(parent)]
-        config = model.config.get_text_config()
-        given = [getattr(config, name) for name in COEFFICIENTS if getattr(config, name, None) is not None]
+        settings = model.config.get_text_config()
+        given = [getattr(settings, name) for name in COEFFICIENTS if getattr(settings, name, None) is not None]
         self.coefficient = (given[0] if given and trains_all else 0.0) if train.router_aux_loss == "auto" else (
             train.router_aux_loss)
         self.biased = bool(self.routers) and hasattr(self.routers[0], BIAS)

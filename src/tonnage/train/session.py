@@ -305,7 +305,7 @@ def open_session(config: Config, run_folder: Path, model_folder: str, layout: La
     engine = make_engine(config, layout.strategy, layout.gpus_per_node, layout.cut, device)
     engine.prepare(engine_parts(config, model_folder, attention))
     head = LossHead(engine.model, config.train.loss, config.train.loss_chunk_tokens)
-    routing = Routing(engine.model, config.train, config.adapter.name == "full")
+    routing = Routing(engine.model, config)
     vocab = engine.model.config.get_text_config().vocab_size
     probes.probe_loss(engine, head, vocab, config.precision.dtype, flat)  # both in the same scales of FP8
     if config.data.packing or flat:
