@@ -179,11 +179,12 @@ def steps_of(part: Part, folder: str, device: str, tiny: bool, gpu) -> dict:
     from tonnage.train.routing import Routing
     from tonnage.train.session import engine_parts, make_engine, resolve_attention
 
+    emulated = ["precision.fp8_emulate=true"] if device == "cpu" and "precision=fp8" in part.overrides else []
     rows, seq_tokens = (2, 64) if tiny else (part.micro_rows, 2048)
     config = compose_config(["model=custom", f"model.path={folder}", "strategy=ddp", "gpus=1", f"device={device}",
                              f"data.seq_tokens={seq_tokens}", f"batch.micro_rows={rows}", f"batch.global_rows={2 * rows}",
                              "schedule=constant", "schedule.warmup_steps=0", "model.attention=sdpa", *part.overrides,
-                             f"precision.fp8_emulate={str(device == 'cpu').lower()}"])
+                             *emulated])
     layout, architecture = resolve_layout(config, 1, device, 1, under_deepspeed=False), architecture_of(config)
     gpu = gpu or Gpu(name="host", title="this machine", memory_gib=64.0, source="a rehearsal")
     plan = make_plan(config, layout, architecture, gpu)
