@@ -50,17 +50,22 @@ RUNS = (("llama8b", "lora"), ("llama8b", "full"), ("llama70b", "lora"))
 GPU_NAMES = ("rtx4090", "a100_80gb", "h100")
 MICRO_ROWS = (16, 8, 4, 2, 1)
 ONE_CARD = ("model=llama7b", "gpu=rtx4090", "gpus=1")
-BASE_BITS = 4.5  # NF4 with a scale for every 64 weights
+def _over(gpus):
+    return "strategy=fsdp", f"strategy.expert_gpus={gpus}"  # experts stay where they are
+
+
 # what is said, of which run, and with how many rows of a micro-batch
 RULES = (
     ("16B at 4-8 on one large GPU", ("model=deepseek16b", "gpu=a100_80gb", "gpus=1"), 8),
     ("", ("model=deepseek16b", "gpu=a100_80gb", "gpus=1", "data.seq_tokens=4096"), 8),
     ("236B at 2-4 on four", ("model=deepseek236b", "gpu=a100_80gb", "gpus=4"), 4),
-    ("", ("model=deepseek236b", "gpu=h200", "gpus=4"), 4),
+    ("", ("model=deepseek236b", "gpu=a100_80gb", "gpus=4", "adapter=qlora", *_over(4)), 4),
+    ("", ("model=deepseek236b", "gpu=h200", "gpus=4", *_over(4)), 4),
     ("", ("model=deepseek236b", "gpu=b200", "gpus=4"), 4),
     ("671B at 1-2 on eight", ("model=deepseek671b", "gpu=a100_80gb", "gpus=8"), 2),
+    ("", ("model=deepseek671b", "gpu=a100_80gb", "gpus=8", "adapter=qlora", *_over(8)), 2),
     ("", ("model=deepseek671b", "gpu=h200", "gpus=8"), 2),
-    ("", ("model=deepseek671b", "gpu=b200", "gpus=8"), 2),
+    ("", ("model=deepseek671b", "gpu=h200", "gpus=8", "adapter.quantise=fp8", *_over(8)), 2),
     ("", ("model=deepseek671b", "gpu=h200", "gpus=8", "strategy.offload=all"), 2),
     ("LLaMA-7B on one 24 GB card", ONE_CARD, 1),
     ("", (*ONE_CARD, "model.activation_checkpointing=none"), 1),
@@ -313,23 +318,13 @@ def _rules():
     rows = []
     for say, words, rule_rows in RULES:
         plan, most = plan_of(words, rule_rows), most_rows(words)
-        bits = _bits(plan, FITS_BELOW * plan.gpu.memory_gib * GIB) if _frozen(plan) else None
-        if plan.verdict == FITS:
-            found = f"holds, up to {most} rows"
-        elif bits is None:
-            found = "does not fit"
-        elif bits < BASE_BITS:
-            found = "does not fit, nor would it with a 4-bit base"
-        else:
-            found = f"not in bf16: needs a base of {bits:.1f} bits or fewer"
+        found = f"holds, up to {most} rows" if plan.verdict == FITS else plan.verdict
         rows.append((say, f"`{' '.join((*words, f'batch.micro_rows={rule_rows}'))}`", _gib(plan.memory.peak_bytes),
                      f"{plan.share:.0%}", found))
     return [
         "## Rules of thumb, checked", "",
         "Each line is `python launch/plan.py` and the words shown: LoRA of rank 16 on a bf16 base unless said, rows of "
-        "2,048 tokens, activation checkpointing. Quantised bases and FP8 are not built yet. Bits are what a weight of the "
-        f"frozen base may take for these rows to fit, gathered layers still in bf16: FP8 takes 8, NF4 {BASE_BITS}. "
-        "Up to 128 rows were tried.", "",
+        "2,048 tokens, activation checkpointing. Up to 128 rows were tried.", "",
         *_table(("rule", "words", "peak, GiB", "of the GPU", "the plan says"), rows), "", *_fp8()]
 
 
@@ -345,17 +340,15 @@ def _fp8():
         lines.append((adapter, checkpointing, f"{row / GIB:.2f}", f"{inputs / GIB:.2f}",
                       f"{row / (row - inputs / 2) - 1:+.0%}"))
     words = ("model=llama8b", "gpu=rtx4090", "gpus=1")
-    most, (eight, row) = most_rows(words), _a_row(words)
-    room = FITS_BELOW * eight.gpu.memory_gib * GIB
-    with_fp8 = int(8 + (room - eight.memory.peak_bytes + _frozen(eight) / 2) / row)
+    most, with_fp8 = most_rows(words), most_rows((*words, "adapter.quantise=fp8"))
     return [
         "*FP8 lets the micro-batch grow by about 30 %*: that takes a row whose bytes fall by 23 %. What FP8 products can "
         "shrink are the inputs that only they save; with a frozen base they save none. `model=llama8b gpu=h100 "
         "gpus=8 strategy=fsdp accumulation=2`, GiB a row, from the difference of 8 and 16 rows:", "",
         *_table(("trained", "checkpointing", "a row", "inputs of products", "rows if they were 8 bits"), lines), "",
         f"So computing in FP8 does not give 30 % here. Storing a frozen base in 8 bits frees half of its bytes, which can "
-        f"be far more: `{' '.join(words)}` fits {most} rows now, and about {with_fp8} would fit then. The gain is that of "
-        "the room left beside the weights, and no constant."]
+        f"be far more: `{' '.join(words)}` fits {most} rows, and {with_fp8} with `adapter.quantise=fp8`. The gain is that "
+        "of the room left beside the weights, and no constant."]
 
 
 def _a_row(words):

@@ -22,24 +22,18 @@ class TunedExperts(Quantised):
         """[tokens, hidden]: the weighted sum of what each token's experts make of it."""
         num_tokens, top_k = top_k_index_NK.shape
         expert_S, order_S = torch.sort(top_k_index_NK.reshape(-1))
-        x_SD, weight_S = hidden_ND[order_S // top_k], top_k_weights_NK.reshape(-1)[order_S]
         counted = expert_S.float() if expert_S.device.type == "cpu" else expert_S.int()  # what histc takes there
         counts_E = torch.histc(counted, bins=self.num_experts, min=0, max=self.num_experts - 1)
         ends_E = counts_E.cumsum(0).to(torch.int32)
-        elsewhere = None
-        if self._is_expert_parallel:  # tokens of other ranks' experts come last; the products leave their rows undefined
-            elsewhere = (expert_S >= self.num_experts)[:, None]
-            x_SD, expert_S = x_SD.masked_fill(elsewhere, 0.0), expert_S.clamp(max=self.num_experts - 1)
-        up = self._project("gate_up_proj" if self.has_gate else "up_proj", x_SD, expert_S, ends_E)
-        if elsewhere is not None:
-            up = up.masked_fill(elsewhere, 0.0)
-        down_SD = self._project("down_proj", self._apply_gate(up) if self.has_gate else self.act_fn(up), expert_S, ends_E)
-        out_SD = down_SD * weight_S[:, None]
-        if elsewhere is not None:
-            out_SD = out_SD.masked_fill(elsewhere, 0.0)
+        # each tensor has one name, so that it is let go when the next one is made
+        out_S = self._project("gate_up_proj" if self.has_gate else "up_proj", hidden_ND[order_S // top_k], expert_S, ends_E)
+        out_S = self._apply_gate(out_S) if self.has_gate else self.act_fn(out_S)
+        out_S = self._project("down_proj", out_S, expert_S, ends_E)
+        out_S = out_S * top_k_weights_NK.reshape(-1)[order_S][:, None]
         place_S = torch.empty_like(order_S)
         place_S[order_S] = torch.arange(len(order_S), device=order_S.device)
-        return out_SD[place_S].view(num_tokens, top_k, -1).sum(1).to(hidden_ND.dtype)
+        out_S = out_S[place_S]
+        return out_S.view(num_tokens, top_k, -1).sum(1).to(hidden_ND.dtype)
 
     def _project(self, leaf, x_S, expert_S, ends_E):
         if leaf in self.kept:

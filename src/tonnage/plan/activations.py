@@ -484,7 +484,5 @@ class _Writer:
                 out = self.residual(out, self.mlp(normed, "mlp.shared_experts"), "experts_and_shared")
         if self.a.norms_per_layer == 4:
             out = self.norm(out, "post_feedforward_norm", self.a.hidden)
-        if self.a.norms_per_layer == 4:
-            out = self.norm(out, "post_feedforward_norm", self.a.hidden)
         self.residual(hidden, out, "y")
         return self.tape
