@@ -139,3 +139,72 @@ def reference(folder: str, adapter: str, base: str, rate: float = 2.0) -> dict:
         losses.append(total / count)
         norms.append(norm)
     return {"losses": losses, "norms": norms, "updates": {n: one.detach() - before[n] for n, one in trained.items()}}
+
+
+LISTED = """
+import torch
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+
+class ListedConfig(LlamaConfig):
+    model_type = "listed"
+
+
+class Expert(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.up, self.down = nn.Linear(width, width, bias=False), nn.Linear(width, width, bias=False)
+
+    def forward(self, x):
+        return self.down(torch.relu(self.up(x)))
+
+
+class ListedMoe(nn.Module):
+    # four tokens to each of eight experts, which run one by one, and only those that have a token: by their places, since a
+    # choice by scores would turn on the last digit
+    def __init__(self, width):
+        super().__init__()
+        self.gate = nn.Linear(width, 8, bias=False)
+        self.experts = nn.ModuleList(Expert(width) for _ in range(8))
+
+    def forward(self, x):
+        choice = (torch.arange(x.shape[1], device=x.device) // 4 % 8).expand(x.shape[:2])
+        score = self.gate(x).softmax(-1).gather(-1, choice[..., None])[..., 0]
+        out = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            if (choice == number).any():
+                out[choice == number] = expert(x[choice == number])
+        return out * score[..., None]
+
+
+class ListedForCausalLM(LlamaForCausalLM):
+    config_class = ListedConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        for layer in self.model.layers:
+            layer.mlp = ListedMoe(config.hidden_size)
+"""
+
+
+def make_listed(folder: Path) -> str:
+    """A model whose code is in its folder: eight experts a layer, more than it has layers, in a list."""
+    import importlib.util
+
+    from tiny import make_model
+
+    make_model(folder)
+    (folder / "listed.py").write_text(LISTED)
+    spec = importlib.util.spec_from_file_location("listed", folder / "listed.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    settings = json.loads((folder / "config.json").read_text())
+    torch.manual_seed(0)
+    model = module.ListedForCausalLM(module.ListedConfig(**settings))
+    (folder / "model.safetensors").unlink()
+    model.save_pretrained(folder)
+    settings |= {"model_type": "listed", "architectures": ["ListedForCausalLM"], "auto_map": {
+        "AutoConfig": "listed.ListedConfig", "AutoModelForCausalLM": "listed.ListedForCausalLM"}}
+    (folder / "config.json").write_text(json.dumps(settings))
+    return str(folder)

@@ -1,8 +1,10 @@
 """The registry of what combines with what: every cell is either legal or refused with choices that are legal."""
 
+import importlib.util
 import itertools
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -98,3 +100,29 @@ def test_the_schema_offers_what_the_registry_speaks_of():
     for axis, values in CHOICES.items():
         key = {"compile": "model.compile", "offload": "strategy.offload"}.get(axis, f"{axis}.name")
         assert describe_type(fields[key].type).split(" or ") == (["true", "false"] if axis == "compile" else list(values))
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "hsdp", "zero1", "zero2", "zero3"])
+def test_experts_are_spread_under_fsdp_alone(strategy):
+    config = compose_config([f"strategy={strategy}", "strategy.expert_gpus=2"])
+    with pytest.raises(ConfigError, match=rf"strategy.expert_gpus=2: not with strategy={strategy}, .*strategy=fsdp"):
+        resolve_layout(config, 4, "cuda", 4, False)
+
+
+@pytest.mark.parametrize("override, message", [
+    ("strategy.expert_gpus=3", "strategy.expert_gpus=3: must divide gpus=4; try 2"),
+    ("strategy.offload=all", "strategy.expert_gpus=2: not with strategy=fsdp, strategy.offload=all")])
+def test_experts_are_spread_over_a_divisor_of_gpus_that_stays_on_them(override, message):
+    config = compose_config(["strategy=fsdp", "strategy.expert_gpus=2", override])
+    with pytest.raises(ConfigError, match=message):
+        resolve_layout(config, 4, "cuda", 4, False)
+
+
+def test_deepspeeds_own_expert_parallelism_still_fails_with_transformers():
+    """Where this fails, AutoEP may work: try it, and take `expert_parallel` out of DEEPSPEED_WHY."""
+    from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
+
+    folder = Path(importlib.util.find_spec("deepspeed").submodule_search_locations[0])
+    assert "registry.get(registry_key, _MISSING" in (folder / "module_inject/auto_ep_presets/base.py").read_text()
+    with pytest.raises(TypeError):
+        _CAN_RECORD_REGISTRY.get("a class", None)

@@ -16,6 +16,7 @@ from torch import nn
 
 from tonnage.engines.base import Parts, StepOutcome, is_eight_bit, set_rate
 from tonnage.models.build import DTYPES, full_shape
+from tonnage.models.experts import listed_experts
 from tonnage.models.load import materialise
 from tonnage.runtime.extensions import settle_builds
 from tonnage.runtime.logs import library_prints, redirect
@@ -56,6 +57,8 @@ class DeepSpeedEngine:
             model = parts.build(DTYPES[self.precision])
         if self.stage == 3:  # module by module: no rank ever holds the model
             materialise(model, self.device, self._partition)
+            for parent in listed_experts(model):  # gathered with all its experts: ranks use different ones
+                self.deepspeed.utils.set_z3_leaf_module(parent, True)
             self._told = HfDeepSpeedConfig(self.settings)  # by this, while it lives, transformers knows of the partitions
         parts.load(model, self.device)
         optimizer = parts.optimizer(model)

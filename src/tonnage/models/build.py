@@ -17,7 +17,16 @@ from torch import nn
 from tonnage.config.schema import Adapter, Model, Precision
 from tonnage.errors import ConfigError, ModelError
 from tonnage.facts.bases import FP8_BLOCK
-from tonnage.models.experts import TunedExperts, add_expert_adapter, expert_modules, expert_parts, matrices, tune
+from tonnage.models.experts import (
+    TunedExperts,
+    add_expert_adapter,
+    expert_modules,
+    expert_parts,
+    let_all_take_part,
+    listed_experts,
+    matrices,
+    tune,
+)
 from tonnage.models.quantised import QuantisedLinear, dequantise_module, quantise_module
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
@@ -62,6 +71,8 @@ def build_model(folder: str, model: Model, adapter: Adapter, attention: str, fro
     else:  # a router may be fp32 from its class; ZeRO-3 lays trained weights end to end
         for parameter in built.parameters():
             parameter.data = parameter.data.to(dtype)
+    for parent in listed_experts(built):
+        let_all_take_part(parent)
     if model.activation_checkpointing == "full":
         # reentrant checkpointing needs an input that requires grad, and reduces twice under ZeRO-2
         built.gradient_checkpointing_enable({"use_reentrant": False})
@@ -199,9 +210,10 @@ def misread_by_peft(model: nn.Module) -> bool:
 
 
 def decoder_layers(model: nn.Module) -> nn.ModuleList:
-    """The list of decoder layers, found by structure: the longest ModuleList."""
-    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-    return max(lists, key=len)
+    """The list of decoder layers, found by structure: the longest ModuleList that is in no other (as experts may be)."""
+    lists = {name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
+    outer = [module for name, module in lists.items() if not any(name.startswith(f"{other}.") for other in lists)]
+    return max(outer, key=len)
 
 
 def decoder_linears(model: nn.Module) -> tuple[dict[str, nn.Linear], list[str]]:

@@ -100,6 +100,28 @@ def grouped_matmul(x: torch.Tensor, weight_EIO: torch.Tensor, ends_E: torch.Tens
     return _grouped_mm(x, weight_EIO, offs=ends_E)
 
 
+def listed_experts(model: nn.Module) -> list[nn.Module]:
+    """What holds experts as a list of modules, each run only where it gets a token (model code of a folder)."""
+    return [module for module in model.modules() if isinstance(getattr(module, "experts", None), nn.ModuleList)]
+
+
+def let_all_take_part(parent: nn.Module) -> None:
+    """Give every trained expert of a list a gradient, zero where it got no token.
+
+    Ranks would else reduce the gradients of different experts with each other, or wait for ever.
+    """
+    def add_nothing(module, args, out):
+        trained = [parameter for parameter in module.experts.parameters() if parameter.requires_grad]
+        if not trained:
+            return out
+        nothing = sum(parameter.sum() for parameter in trained) * 0.0
+        if isinstance(out, tuple):
+            return (out[0] + nothing.to(out[0].dtype), *out[1:])
+        return out + nothing.to(out.dtype)
+
+    parent.register_forward_hook(add_nothing)
+
+
 def expert_modules(model: nn.Module) -> dict[str, nn.Module]:
     """Stacked experts by name: what holds parameters of three dimensions beside a router."""
     return {f"{name}.experts" if name else "experts": parent.experts for name, parent in model.named_modules()
