@@ -111,6 +111,7 @@ def test_experts_are_spread_under_fsdp_alone(strategy):
 
 @pytest.mark.parametrize("override, message", [
     ("strategy.expert_gpus=3", "strategy.expert_gpus=3: must divide gpus=4; try 2"),
+    ("model.compile=true", "strategy.expert_gpus=2: not with model.compile=true"),
     ("strategy.offload=all", "strategy.expert_gpus=2: not with strategy=fsdp, strategy.offload=all")])
 def test_experts_are_spread_over_a_divisor_of_gpus_that_stays_on_them(override, message):
     config = compose_config(["strategy=fsdp", "strategy.expert_gpus=2", override])

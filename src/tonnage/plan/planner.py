@@ -13,7 +13,7 @@ from tonnage.config.rules import Layout, resolve_layout
 from tonnage.config.schema import Config
 from tonnage.errors import ConfigError, NotFetched, UnknownFamily
 from tonnage.facts.architectures import Architecture
-from tonnage.facts.capabilities import chosen_of, violations
+from tonnage.facts.capabilities import CAPABILITIES, chosen_of, violations
 from tonnage.facts.gpus import Gpu
 from tonnage.facts.models import MODELS
 from tonnage.plan.host import Host, host
@@ -125,6 +125,8 @@ def _strategies(config: Config, gpus: int, per_node: int, under_deepspeed: bool)
     """What `auto` may become, from the least sharding to the most."""
     if config.strategy.name != "auto":
         return [config.strategy.name]
+    if config.strategy.expert_gpus > 1:
+        return [name for name, row in CAPABILITIES.items() if row.expert_parallel]
     ladder = LADDERS["deepspeed" if under_deepspeed else "fsdp"]
     if gpus == 1:
         ladder = ladder[:2] if under_deepspeed else ladder[:1]
