@@ -153,8 +153,8 @@ def _shard_rules(config, gpus, per_node, strategy):
         return [f"strategy.expert_gpus={experts}: not with strategy={strategy}, strategy.offload={config.strategy.offload} "
                 f"({row.why['expert_parallel']}); use strategy.expert_gpus=1, or strategy={others} strategy.offload=none"]
     if experts > 1 and config.model.compile:
-        return [f"strategy.expert_gpus={experts}: not with model.compile=true: how many tokens travel is read back in every "
-                f"layer; use model.compile=false"]
+        return [f"strategy.expert_gpus={experts}: not with model.compile=true (how many tokens travel is read back in each "
+                f"layer); use model.compile=false"]
     if experts > 1 and gpus % experts:
         return [f"strategy.expert_gpus={experts}: must divide gpus={gpus}; try {_divisor(gpus, min(experts, gpus))}"]
     if strategy != "hsdp":
