@@ -22,7 +22,7 @@ if [ ${#missing[@]} -gt 0 ]; then
   export DEBIAN_FRONTEND=noninteractive
   apt-get update -qq > /dev/null
   policy=/usr/sbin/policy-rc.d  # packages start no daemons: an sshd of this machine itself is nobody's wish
-  [ -e $policy ] || { trap "rm -f $policy" EXIT; printf '#!/bin/sh\nexit 101\n' > $policy; chmod +x $policy; }
+  [ -e $policy ] || { trap 'rm -f "$policy"' EXIT; printf '#!/bin/sh\nexit 101\n' > $policy; chmod +x $policy; }
   apt-get install -y -qq --no-install-recommends "${missing[@]}" < /dev/null > /dev/null
 fi
 export PATH=$PATH:/usr/sbin
