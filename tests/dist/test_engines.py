@@ -21,7 +21,7 @@ def states(engine):
     """Weights and optimizer states by name."""
     found = whole_weights(engine)
     for name, parameter in engine.trained():
-        found |= {f"{name}|{key}": value.clone() for key, value in engine.whole_states(parameter).items()}
+        found |= {f"{name}|{key}": value.clone() for key, value in engine.whole_states(parameter)}
     return found
 
 

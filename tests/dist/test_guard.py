@@ -32,7 +32,7 @@ ASKS_A_WINDOW = 4  # 7 rows on 2 ranks, 1 a micro-batch
 def states(engine):
     found = whole_weights(engine)
     for name, parameter in engine.trained():
-        found |= {f"{name}|{key}": value.clone() for key, value in engine.whole_states(parameter).items()}
+        found |= {f"{name}|{key}": value.clone() for key, value in engine.whole_states(parameter)}
     return found
 
 

@@ -1,9 +1,12 @@
 """Quantised bases and mixtures of experts learn what a plain reference learns, on every engine, on 1 and 2 ranks."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from equivalence import BF16_TOLERANCE, deviations, within
 from moe import make_listed, make_moe, publish_fp8, reference
+from safetensors.torch import load_file
 from tiny import config_for, open_tiny, whole_weights
 
 from tonnage.train import loop
@@ -78,8 +81,6 @@ def test_copies_of_experts_are_summed_over_ranks(pools, families, references):
 
 def go_on(folder, run_folder, until, expert_gpus, optimizer="adamw"):
     """From the newest checkpoint to step `until`; (losses, weights and optimizer states)."""
-    from pathlib import Path
-
     import torch.distributed as dist
     from test_engines import states
 
@@ -148,6 +149,44 @@ def test_balancing_does_not_depend_on_the_cut(pools, families, family, strategy,
     assert len(biases) == (family == "deepseek_v3") and all(torch.equal(found[name], routers[name]) for name in biases)
 
 
+def saved_and_resumed(folder, run_folder):
+    """Router biases after a window that moves them far, and those of a fresh session that resumes."""
+    import torch.distributed as dist
+
+    from tonnage.train import checkpoint
+
+    def biases(s):
+        return {name: buffer.clone() for name, buffer in s.engine.model.named_buffers() if "correction_bias" in name}
+
+    config = config_for("fsdp", "adapter=full", "optimizer.learning_rate=1e-3", "train.router_bias_rate=0.5")
+    s = open_tiny(config, folder, run_folder=Path(run_folder))
+    s.num_steps = s.last_saved = 1
+    loop.train(s)
+    path = checkpoint.save(Path(run_folder), s.engine, s.position, "tiny", s.source.state(), dist.group.WORLD)
+    found = biases(s)
+    s.engine.close()
+    again = open_tiny(config, folder, run_folder=Path(run_folder))
+    checkpoint.load(path, again.engine, 1)
+    resumed = biases(again)
+    again.engine.close()
+    return found, resumed, str(path)
+
+
+def test_biases_that_were_moved_are_saved_resumed_and_exported(pools, families, tmp_path):
+    from dataclasses import replace
+
+    from tonnage.train.export import _trained_model
+
+    folder = families("deepseek_v3")
+    moved, resumed, path = pools(2).run(saved_and_resumed, folder, str(tmp_path))[0]
+    config = config_for("fsdp", "adapter=full")
+    config = replace(config, model=replace(config.model, path=folder))
+    exported = dict(_trained_model(config, folder, Path(path), "fp32").named_buffers())
+    assert moved and all(tensor.abs().max() > 0.4 for tensor in moved.values())
+    for name, tensor in moved.items():
+        assert torch.equal(resumed[name], tensor) and torch.equal(exported[name], tensor)
+
+
 def test_balance_loss_by_its_definition(families):
     """Of one row, written out; and its gradient reaches the router."""
     from types import SimpleNamespace
@@ -162,9 +201,8 @@ def test_balance_loss_by_its_definition(families):
     model = torch.nn.Module()
     model.config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(router_aux_loss_coef=0.1))
     routing = Routing(model, compose_config(["adapter=full"]))
-    routing.biased, routing.row_N = False, MicroBatch(
-        torch.zeros(1, 7), None, None, None, tokens, 0, (tokens,)).row_of_tokens()
-    found = routing._balance(logits, index)
+    routing.row_N = MicroBatch(torch.zeros(1, 7), None, None, None, tokens, 0, (tokens,)).row_of_tokens()
+    found = routing._balance(logits, index, by_sigmoid=False)
     scores = logits[:tokens].softmax(-1)
     share = torch.stack([(index[:tokens] == e).sum() / tokens * experts / top_k for e in range(experts)])
     expected = sum(share[e] * scores[:, e].mean() for e in range(experts))
@@ -174,7 +212,10 @@ def test_balance_loss_by_its_definition(families):
 
 
 def test_an_adapter_leaves_routers_alone_and_balancing_is_refused(pools, families):
-    figures, _ = pools(1).run(balanced, families("deepseek_v3"), "fsdp", 7, "lora")[0]
+    figures, routers = pools(1).run(balanced, families("deepseek_v3"), "fsdp", 7, "lora")[0]
+    published = load_file(Path(families("deepseek_v3")) / "model.safetensors")
+    assert len(routers) == 2  # a layer's weight and its bias
+    assert all(torch.equal(tensor, published[name.removeprefix("base_model.model.")]) for name, tensor in routers.items())
     assert all(set(line) == {"loss", "router_load_max", "router_entropy", "router_idle_experts"} for line in figures)
     assert all(1 <= line["router_load_max"] <= 8 and 0 < line["router_entropy"] <= 1 for line in figures)
     with pytest.raises(AssertionError, match="train.router_aux_loss=0.1: routers are frozen under an adapter"):

@@ -43,7 +43,7 @@ class PlainEngine:
         parameter.data.copy_(tensor)
 
     def whole_states(self, parameter):
-        return self.states[id(parameter)]
+        return iter(self.states[id(parameter)].items())
 
     def fill_states(self, parameter, states, num_steps):
         self.states[id(parameter)], self.num_steps = states, num_steps
@@ -104,7 +104,7 @@ def test_weights_states_and_position_come_back_to_the_bit(folder):
     assert other.num_steps == 5
     for name, parameter in engine.trained():
         assert torch.equal(other.parameters[name], parameter)
-        for key, value in engine.whole_states(parameter).items():
+        for key, value in engine.whole_states(parameter):
             assert torch.equal(other.states[id(other.parameters[name])][key], value)
 
 

@@ -103,8 +103,8 @@ class Engine(Protocol):
     def fill(self, parameter: nn.Parameter, tensor: torch.Tensor) -> None:
         """Store this rank's part of a whole tensor (collective)."""
 
-    def whole_states(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
-        """Whole optimizer states of a parameter by name, fp32 (collective); empty before the first step."""
+    def whole_states(self, parameter: nn.Parameter) -> Iterator[tuple[str, torch.Tensor]]:
+        """Whole optimizer states of a parameter by name, fp32, one at a time (collective); none before the first step."""
 
     def fill_states(self, parameter: nn.Parameter, states: dict[str, torch.Tensor], num_steps: int) -> None:
         """Store this rank's part of whole optimizer states after `num_steps` updates (collective)."""

@@ -233,17 +233,17 @@ class DeepSpeedEngine:
     def _part(self, parameter, tensor):
         """This rank's slice of the flattened tensor, padded to equal slices as ZeRO-3 does."""
         size = parameter.ds_tensor.numel()
-        flat = tensor.flatten().to(parameter.ds_tensor.device, torch.float32)
-        flat = nn.functional.pad(flat, (0, size * dist.get_world_size() - flat.numel()))
-        return flat.narrow(0, size * dist.get_rank(), size)
+        start = size * dist.get_rank()
+        own = tensor.flatten()[start:start + size].to(parameter.ds_tensor.device, torch.float32)
+        return nn.functional.pad(own, (0, size - own.numel()))
 
-    def whole_states(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
-        if self.eight_bit:
-            return {name: self._whole_8bit(parameter, name).view(full_shape(parameter)) for name in self.state_names}
-        if self.stage == 0:
-            return {name: self.torch_optimizer.state[parameter][name] for name in self.state_names}
+    def whole_states(self, parameter: nn.Parameter) -> Iterator[tuple[str, torch.Tensor]]:
         read = self.deepspeed.utils.safe_get_full_optimizer_state
-        return {name: read(parameter, name).view(full_shape(parameter)) for name in self.state_names}
+        if self.eight_bit:
+            read = self._whole_8bit
+        elif self.stage == 0:
+            return ((name, self.torch_optimizer.state[parameter][name]) for name in self.state_names)
+        return ((name, read(parameter, name).view(full_shape(parameter))) for name in self.state_names)
 
     def _whole_8bit(self, parameter, name):
         pieces = self.pieces[parameter]
@@ -289,4 +289,5 @@ class DeepSpeedEngine:
 
         self.core.destroy()
         unset_hf_deepspeed_config()
+        self._partitioned, self.pieces = None, {}
         del self.core, self.model, self.optimizer, self.torch_optimizer

@@ -163,10 +163,10 @@ class FsdpEngine:
         with torch.no_grad():
             parameter.copy_(_part(tensor, parameter))
 
-    def whole_states(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
+    def whole_states(self, parameter: nn.Parameter) -> Iterator[tuple[str, torch.Tensor]]:
         states = self.optimizer.state.get(parameter, {})
-        return {name: _whole(_dequantised(value)).float() for name, value in states.items()
-                if torch.is_tensor(value) and value.shape == parameter.shape}
+        return ((name, _whole(_dequantised(value)).float()) for name, value in states.items()
+                if torch.is_tensor(value) and value.shape == parameter.shape)
 
     def fill_states(self, parameter: nn.Parameter, states: dict[str, torch.Tensor], num_steps: int) -> None:
         own = self.optimizer.state[parameter]
@@ -217,9 +217,9 @@ def _whole(tensor):
 
 def _part(tensor, like):
     """This rank's part of `tensor` as a DTensor like `like`; every rank has the whole, so nothing is sent."""
-    tensor = tensor.to(like.device, like.dtype)
     if not isinstance(like, DTensor):
-        return tensor
+        return tensor.to(like.device, like.dtype)
     start, stop = shard_rows(like)
-    return DTensor.from_local(tensor[start:stop].clone(), like.device_mesh, like.placements, run_check=False,
+    part = tensor[start:stop].to(like.device, like.dtype, copy=True)
+    return DTensor.from_local(part, like.device_mesh, like.placements, run_check=False,
                               shape=like.shape, stride=like.stride())

@@ -288,7 +288,15 @@ def count_by_kind(model: nn.Module) -> dict[str, tuple[int, int]]:
     embedding = model.get_input_embeddings()
     special = {id(p): kind for module, kind in ((head, "head"), (embedding, "embedding")) if module is not None
                for p in module.parameters()}
+    quantised = set()  # of what is kept quantised the weights are counted, not their codes
+    for path, module in model.named_modules():
+        for leaf, kept in getattr(module, "kept", {}).items():
+            trained, frozen = counts.get(_kind(f"{path}.{leaf}"), (0, 0))
+            counts[_kind(f"{path}.{leaf}")] = trained, frozen + math.prod(kept.shape)
+            quantised |= {f"{path}.{name}" for name in kept.names(leaf).values()}
     for name, parameter in model.named_parameters():
+        if name in quantised:
+            continue
         kind = special.get(id(parameter)) or _kind(name)
         trained, frozen = counts.get(kind, (0, 0))
         size = full_numel(parameter)

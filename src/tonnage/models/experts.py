@@ -62,7 +62,6 @@ class TunedExperts(Quantised):
                 weight += (change_EOI.transpose(1, 2) if self.is_transposed else change_EOI).to(weight.dtype)
         self.lora_scale = None
 
-
     def peft_tensors(self) -> dict[str, torch.Tensor]:
         """The adapter as peft's ParamWrapper has it: A [experts * rank, in] and B [out, rank * experts] by name.
 
@@ -114,7 +113,7 @@ def let_all_take_part(parent: nn.Module) -> None:
         trained = [parameter for parameter in module.experts.parameters() if parameter.requires_grad]
         if not trained:
             return out
-        nothing = sum(parameter.sum() for parameter in trained) * 0.0
+        nothing = sum((parameter.flatten()[:1] * 0.0).sum() for parameter in trained)
         if isinstance(out, tuple):
             return (out[0] + nothing.to(out[0].dtype), *out[1:])
         return out + nothing.to(out.dtype)

@@ -43,5 +43,8 @@ def host(job: Job, num_checkpoints: int, cuda: bool) -> Host:
         copied = trained if job.strategy == "zero3" else 0
         terms["offloaded weights"] = (job.kept_bytes + job.compute_bytes * copied) * replicas / GIB
     checkpoint = (4 + (4 if job.optimizer == "sgd" else 8)) * trained / GIB
-    terms["checkpoint being written"] = min(ranks * SAVE_FILE_BYTES / GIB, checkpoint)
+    # each rank collects a file; one at a time has the largest tensor with its states besides
+    largest = max(job.architecture.largest_matrix(i) for i in range(job.architecture.num_layers)) if job.trains_all else 0
+    written = ranks * SAVE_FILE_BYTES + checkpoint * GIB / max(1, trained) * largest
+    terms["checkpoint being written"] = min(written / GIB, checkpoint)
     return Host(terms, checkpoint, checkpoint * num_checkpoints)

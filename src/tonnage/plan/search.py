@@ -121,7 +121,7 @@ def _candidates(config: Config, plan: Plan, extremes: bool) -> Iterator[tuple[Co
             words["batch.accumulation_steps"] = "batch.accumulation_steps=auto"
             candidate = replace(candidate, batch=replace(candidate.batch, accumulation_steps="auto"))
         name, experts = candidate.strategy.name, candidate.strategy.expert_gpus
-        if experts > 1 and not (name in CAPABILITIES and CAPABILITIES[name].expert_parallel):
+        if experts > 1 and not (name == "auto" or CAPABILITIES[name].expert_parallel):
             continue
         if name == "auto" or not (_is_another(candidate, layout) or violations(name, chosen_of(candidate))):
             yield candidate, words

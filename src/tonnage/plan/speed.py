@@ -163,7 +163,8 @@ def compute_s(job: Job, gpu: Gpu, base_bytes: float = 2.0) -> tuple[float, float
     moved = element * model.hidden * model.num_layers + sum(2 * (inputs + 3 * out) for inputs, out in adapted)
     bytes_moved = job.micro_tokens * (passes * moved + LOGIT_BYTES * model.vocab)
     if base_bytes < 2:
-        bytes_moved += (passes - 1) * (base_bytes + 2) * model.num_parameters
+        elsewhere = sum(layer.routed_experts for layer in model.layers) * (1 - 1 / job.expert_gpus)
+        bytes_moved += (passes - 1) * (base_bytes + 2) * (model.num_parameters - elsewhere)
     products = flops.linear + flops.routed / ROUTED_FRACTION
     if flops.float8:
         products += flops.float8 * gpu.bf16_tflops / gpu.fp8_tflops

@@ -114,7 +114,14 @@ def _fsdp(job):
         states=here * STATES[job.optimizer] * trained / n, gradients=here * MASTER * trained / n, share=here / n,
         layers=units, embedding=embedding, head=head, root=root,
         root_gradient=c * a.embedding_parameters * (job.trains_head and a.tied_embeddings),
-        save=MASTER * max(layers + [a.embedding_parameters if job.trains_head else 0]))
+        save=MASTER * _largest_saved(job, layers))
+
+
+def _largest_saved(job, layers):
+    """Numbers of the largest tensor that a checkpoint gathers: they are gathered one by one."""
+    a = job.architecture
+    largest = [a.largest_matrix(i) for i in range(a.num_layers)] if job.trains_all else layers
+    return max(*largest, a.embedding_parameters if job.trains_head else 0)
 
 
 def _layer_unit(job, i, trains):
@@ -178,4 +185,4 @@ def _zero(job):
         gradients=sums * (not offload or stage < 2), share=1 / (1 if stage < 2 else n), layers=units,
         embedding=Unit(0.0, c * embedding, 0.0), head=Unit(0.0, c * head, 0.0),
         root=Unit(gathered), reduce=reduce, second_sum=MASTER * trained / n if stage == 2 and in_fp32 else 0.0, step=step,
-        save=MASTER * max(layers + [embedding]))
+        save=MASTER * _largest_saved(job, layers))

@@ -135,6 +135,10 @@ def load(path: Path, engine: Engine, num_updates: int, with_states: bool = True)
         if with_states and num_updates:
             engine.fill_states(parameter, tensors.states(name), num_updates)
     for name, buffer in moved_buffers(engine.model).items():
+        stored = tensors.shapes.get(name)
+        if stored != list(buffer.shape):
+            raise CheckpointError(f"{path}: {name} is {stored or 'missing'} there and {list(buffer.shape)} in this model; "
+                                  f"the checkpoint is of another model")
         buffer.copy_(tensors[name])
 
 
@@ -209,13 +213,16 @@ def _write_tensors(temporary, engine, position):
     writer, failure = _ShardWriter(temporary, rank), None
     for number, (name, parameter) in enumerate(engine.trained()):
         beat(f"the checkpoint of step {position.step}, {name}")
-        tensors = {name: engine.whole(parameter)}
-        tensors |= {f"{name}|{key}": value for key, value in engine.whole_states(parameter).items()}
-        if number % size != rank or failure:
+        tensors = {}
+        for key, value in _whole_tensors(engine, name, parameter):
+            if number % size == rank and not failure:
+                tensors[key] = value.detach().to("cpu", copy=True).contiguous()
+            del value  # or it is held while the next is gathered
+        if not tensors:
             continue
         try:
             _check_tensor(name, tensors[name], full_shape(parameter), position.num_updates)
-            writer.add({key: value.detach().to("cpu", copy=True).contiguous() for key, value in tensors.items()})
+            writer.add(tensors)
         except (OSError, SafetensorError, CheckpointError) as error:
             failure = error
     if failure is None:
@@ -228,6 +235,14 @@ def _write_tensors(temporary, engine, position):
     if failure is not None:
         raise failure if isinstance(failure, (OSError, CheckpointError)) else CheckpointError(str(failure))
     return writer.files, writer.shapes
+
+
+def _whole_tensors(engine, name, parameter):
+    """A weight and its optimizer states by name, one at a time: those of stacked experts are large."""
+    yield name, engine.whole(parameter)
+    for key, value in engine.whole_states(parameter):
+        yield f"{name}|{key}", value
+        del value
 
 
 def _check_tensor(name, tensor, shape, num_updates):

@@ -105,7 +105,7 @@ def export_run(run_folder: Path, kind: str = "auto", which: str = "newest", dtyp
             elif asked == "auto":
                 size = sum(one.numel() for one in model.parameters()) * 4 / 2**30
                 del model
-                whole = export_run(run_folder, kind, which, "fp32", out, base)
+                whole = export_run(run_folder, kind, str(step), "fp32", out, base)
                 return replace(whole, notes=(
                     f"written in fp32 ({size:.2f} GiB): {lost} (allowed: {ROUNDING_SHARE:.0%}, and none); dtype=bf16 "
                     f"takes that", *whole.notes))
@@ -218,6 +218,8 @@ def _fill(model, path):
                     raise CheckpointError(f"{path}: {name} is {stored.shapes.get(name, 'missing')} there and "
                                           f"{list(parameter.shape)} in the model")
                 parameter.copy_(stored[name])
+        for name, buffer in build.moved_buffers(model).items():
+            buffer.copy_(stored[name])
 
 
 def _untrained_logits(model, ids, config, folder, path):

@@ -18,7 +18,7 @@ def parameter_groups(model: nn.Module, optimizer: Optimizer) -> list[dict]:
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             # under ZeRO-3 a parameter itself is empty and flat
-            exempt = (len(full_shape(parameter)) < 2 or id(parameter) in embeddings or name.endswith(".bias")
+            exempt = (len(full_shape(parameter)) < 2 or id(parameter) in embeddings or name.endswith("bias")
                       or "norm" in name)
             key = exempt and not optimizer.decay_all, getattr(parameter, "device_mesh", None)
             groups.setdefault(key, []).append(parameter)

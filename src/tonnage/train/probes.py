@@ -74,7 +74,7 @@ def audit_gradients(engine: Engine) -> None:
     dead = []
     for name, parameter in engine.trained():
         if "lora_" in name:
-            states = engine.whole_states(parameter)
+            states = dict(engine.whole_states(parameter))
             first = states.get("exp_avg", states.get("momentum_buffer"))
             if first is not None and not first.any():
                 dead.append(name)

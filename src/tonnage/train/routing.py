@@ -38,17 +38,17 @@ class Routing:
         given = [getattr(settings, name) for name in COEFFICIENTS if getattr(settings, name, None) is not None]
         self.coefficient = (given[0] if given and trains_all else 0.0) if train.router_aux_loss == "auto" else (
             train.router_aux_loss)
-        self.biased = bool(self.routers) and hasattr(self.routers[0], BIAS)
-        self.bias_rate = BIAS_RATE * (trains_all and self.biased) if train.router_bias_rate == "auto" else (
+        self.biased = [hasattr(router, BIAS) for router in self.routers]
+        self.bias_rate = BIAS_RATE * (trains_all and any(self.biased)) if train.router_bias_rate == "auto" else (
             train.router_bias_rate)
         for key, asked, nothing in (("router_aux_loss", train.router_aux_loss, not self.routers or not trains_all),
-                                    ("router_bias_rate", train.router_bias_rate, not self.biased or not trains_all)):
+                                    ("router_bias_rate", train.router_bias_rate, not any(self.biased) or not trains_all)):
             if asked not in ("auto", 0.0) and nothing:
                 raise ConfigError(f"train.{key}={asked}: " + ("routers are frozen under an adapter" if not trains_all else
                                   "this model has no such routers") + f"; use train.{key}=0")
         self.counting, self.row_N = False, None
         for layer, router in enumerate(self.routers):
-            router.register_forward_hook(lambda module, args, out, layer=layer: self._seen(layer, *out))
+            router.register_forward_hook(lambda module, args, out, layer=layer: self._seen(layer, out))
 
     def begin_window(self, num_rows: int, device: torch.device) -> None:
         """Forget what was counted; `num_rows` of the whole window."""
@@ -74,24 +74,25 @@ class Routing:
         """Leave forward passes alone."""
         self.row_N = None
 
-    def _seen(self, layer, logits_NE, weights_NK, index_NK):
-        if self.row_N is None:
+    def _seen(self, layer, out):
+        if self.row_N is None or not isinstance(out, tuple) or len(out) < 3:
             return None
+        logits_NE, weights_NK, index_NK, *more = out
         real_N = self.row_N >= 0
         if self.counting:
             chosen = index_NK[real_N].flatten()
             self.counts_LE[layer].scatter_add_(0, chosen, torch.ones_like(chosen))
         if not self.coefficient:
             return None
-        balance = self._balance(logits_NE, index_NK) / self.num_rows / len(self.routers)
+        balance = self._balance(logits_NE, index_NK, self.biased[layer]) / self.num_rows / len(self.routers)
         if self.counting:
             self.loss += balance.detach()
-        return logits_NE, _Beside.apply(weights_NK, self.coefficient * self.scale * balance), index_NK
+        return logits_NE, _Beside.apply(weights_NK, self.coefficient * self.scale * balance), index_NK, *more
 
-    def _balance(self, logits_NE, index_NK):
+    def _balance(self, logits_NE, index_NK, by_sigmoid):
         """Sum over the rows of a micro-batch."""
         experts, top_k = logits_NE.shape[1], index_NK.shape[1]
-        scores_NE = logits_NE.float().sigmoid() if self.biased else logits_NE.float().softmax(-1)
+        scores_NE = logits_NE.float().sigmoid() if by_sigmoid else logits_NE.float().softmax(-1)
         scores_NE = scores_NE / scores_NE.sum(-1, keepdim=True)
         real_N = self.row_N >= 0
         if not real_N.any():
@@ -118,6 +119,8 @@ class Routing:
         if self.bias_rate and applied:
             with torch.no_grad():
                 for router, counts_E in zip(self.routers, counts_LE, strict=True):
+                    if not hasattr(router, BIAS):
+                        continue
                     bias_E = getattr(router, BIAS)
                     bias_E += self.bias_rate * torch.sign(counts_E.double().mean() - counts_E).to(bias_E)
         shares_LE = counts_LE.double() / counts_LE.sum(-1, keepdim=True).clamp_min(1)
