@@ -38,3 +38,19 @@ def test_all_linear_adapts_every_linear_of_the_decoder_and_nothing_else(model):
 def test_peft_by_itself_still_misreads_a_mixture_of_experts(model):
     """Where this fails for deepseek_v3, `exact_targets` and export's refusal can go."""
     assert build.misread_by_peft(model) == (model.config.model_type == "deepseek_v3")
+
+
+def test_linear_layers_of_a_class_of_their_own_are_named_where_they_stay_unquantised(tmp_path, monkeypatch):
+    class Own(torch.nn.Linear):
+        pass
+
+    said = []
+    monkeypatch.setattr(build.LOG, "warning", said.append)
+    (tmp_path / "config.json").write_text(json.dumps(MODELS["llama7b"].hf_config | SMALL))
+    with torch.device("meta"):
+        plain = build.build_model(str(tmp_path), Model(path=str(tmp_path)), Adapter(name="full"), "sdpa", torch.bfloat16,
+                                  torch.float32)
+    plain.model.layers[1].mlp.up_proj.__class__ = Own
+    build.quantise(plain, "nf4")
+    assert len(said) == 1 and "1 linear layers" in said[0] and "model.layers.1.mlp.up_proj" in said[0]
+    assert not hasattr(plain.model.layers[1].mlp.up_proj, "kept") and plain.model.layers[0].mlp.up_proj.kept

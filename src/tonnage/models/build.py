@@ -28,6 +28,7 @@ from tonnage.models.experts import (
     tune,
 )
 from tonnage.models.quantised import QuantisedLinear, dequantise_module, quantise_module
+from tonnage.runtime.logs import LOG
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
 FP8_NAMES = ("e4m3", "float8_e4m3fn")  # of the one type, in quantization_config.fmt
@@ -232,8 +233,12 @@ def decoder_linears(model: nn.Module) -> tuple[dict[str, nn.Linear], list[str]]:
 def quantise(model: nn.Module, base: str) -> None:
     """Keep the decoder's linear layers, routers left out, and routed experts in format `base`."""
     linears, names = decoder_linears(model)
+    others = [name for name in names if type(linears[name]) is not nn.Linear]
+    if others:  # what their class computes is not known
+        LOG.warning(f"adapter.quantise={base}: {len(others)} linear layers of a class of the model's own stay as they are, "
+                    f"first {others[0]}")
     for name in names:
-        if type(linears[name]) is nn.Linear:
+        if name not in others:
             quantise_module(linears[name], QuantisedLinear, ["weight"], base)
     for experts in expert_modules(model).values():
         tune(experts)
