@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from tiny import RaggedRows, Recorder, config_for, open_tiny, whole_weights
+from tiny import RaggedRows, Recorder, config_for, go_to_newest, open_tiny, whole_weights
 
 from tonnage.data.pack import Row
 from tonnage.train import checkpoint, loop, probes
@@ -43,11 +43,7 @@ def train_from_to(folder, strategy, adapter, micro, run_folder, until, epochs=2,
                         "optimizer.learning_rate=0.01")
     s = open_tiny(config, folder, run_folder=Path(run_folder))
     probes.probe_loss(s.engine, s.head, 96, precision, False)  # as a run does, before weights are filled
-    newest = checkpoint.newest_complete(Path(run_folder), "tiny")
-    if newest:
-        s.position, state = checkpoint.read_position(newest)
-        checkpoint.load(newest, s.engine, s.position.num_updates)
-        s.source.restore(state)
+    go_to_newest(s, Path(run_folder))
     s.num_steps = until
     s.last_saved = until  # the loop's own save is not wanted
     loop.train(s)
@@ -413,11 +409,7 @@ def train_8bit(folder, strategy, run_folder, until, *overrides, compiled=False):
     config = config_for(strategy, "adapter=full", "optimizer=adamw8bit", "optimizer.learning_rate=0.001",
                         "train.epochs=2", *overrides)
     s = open_tiny(config, folder, run_folder=Path(run_folder))
-    newest = checkpoint.newest_complete(Path(run_folder), "tiny")
-    if newest:
-        s.position, state = checkpoint.read_position(newest)
-        checkpoint.load(newest, s.engine, s.position.num_updates)
-        s.source.restore(state)
+    go_to_newest(s, Path(run_folder))
     s.num_steps = s.last_saved = until
     with torch.compiler.set_stance("default" if compiled else "force_eager"):
         loop.train(s)

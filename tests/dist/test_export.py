@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from moe import ALPHA, RANK, adapted, adapter_names, make_moe, publish_fp8, round_trip
-from tiny import config_for, make_chat_model, open_tiny
+from tiny import config_for, go_to_newest, make_chat_model, open_tiny
 
 from tonnage.errors import ConfigError
 from tonnage.runtime import runs
@@ -35,11 +35,7 @@ def go_on(folder, run_folder, strategy, micro, until, overrides):
     run_folder = Path(run_folder)
     s = open_tiny(config_for(strategy, f"batch.micro_rows={micro}", *overrides), folder, run_folder=run_folder)
     checkpoints, run_id = run_folder / "checkpoints", runs.run_id(run_folder)
-    newest = checkpoint.newest_complete(checkpoints, run_id)
-    if newest:
-        s.position, state = checkpoint.read_position(newest)
-        checkpoint.load(newest, s.engine, s.position.num_updates)
-        s.source.restore(state)
+    go_to_newest(s, checkpoints, run_id)
     s.num_steps = s.last_saved = until
     loop.train(s)
     checkpoint.save(checkpoints, s.engine, s.position, run_id, s.source.state(), dist.group.WORLD)

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 import yaml
 from kill import ROOT, command, descendants, finish, wait_for, weights
-from tiny import config_for, make_chat_model, make_chats, open_tiny, whole_weights
+from tiny import config_for, go_to_newest, make_chat_model, make_chats, open_tiny, whole_weights
 
 from tonnage.errors import EXIT_STOPPED_RESUMABLE, ConfigError
 from tonnage.runtime import runs
@@ -40,11 +40,7 @@ def train_until(folder, strategy, adapter, run_folder, stop_at):
     """Train, told to stop at the `stop_at`-th question (rank 1 alone hears it); (outcome, step, questions, states)."""
     config = config_for(strategy, f"adapter={adapter}", "batch.micro_rows=1", "train.epochs=2", "checkpoint.every_steps=null")
     s = open_tiny(config, folder, run_folder=Path(run_folder))
-    newest = checkpoint.newest_complete(Path(run_folder) / "checkpoints", "tiny")
-    if newest:
-        s.position, state = checkpoint.read_position(newest)
-        checkpoint.load(newest, s.engine, s.position.num_updates)
-        s.source.restore(state)
+    if go_to_newest(s, Path(run_folder) / "checkpoints"):
         s.last_saved = s.position.step
     asked = []
 

@@ -7,7 +7,7 @@ import torch
 from equivalence import BF16_TOLERANCE, deviations, within
 from moe import make_listed, make_moe, publish_fp8, reference
 from safetensors.torch import load_file
-from tiny import config_for, open_tiny, whole_weights
+from tiny import config_for, go_to_newest, open_tiny, whole_weights
 
 from tonnage.train import loop
 
@@ -90,11 +90,7 @@ def go_on(folder, run_folder, until, expert_gpus, optimizer="adamw"):
                         "optimizer.learning_rate=0.01", "batch.micro_rows=2", f"optimizer={optimizer}",
                         f"strategy.expert_gpus={expert_gpus}")
     s = open_tiny(config, folder, run_folder=Path(run_folder))
-    newest = checkpoint.newest_complete(Path(run_folder), "tiny")
-    if newest:
-        s.position, state = checkpoint.read_position(newest)
-        checkpoint.load(newest, s.engine, s.position.num_updates)
-        s.source.restore(state)
+    go_to_newest(s, Path(run_folder))
     s.num_steps = s.last_saved = until
     loop.train(s)
     checkpoint.save(Path(run_folder), s.engine, s.position, "tiny", s.source.state(), dist.group.WORLD)

@@ -13,6 +13,7 @@ from tonnage.config.compose import compose_config
 from tonnage.config.rules import resolve_layout
 from tonnage.data.pack import Row
 from tonnage.report.console import StepProgress
+from tonnage.train import checkpoint
 from tonnage.train.loss import LossHead
 from tonnage.train.routing import Routing
 from tonnage.train.schedule import peak_learning_rate
@@ -103,6 +104,17 @@ def open_tiny(config, folder: str, rows=None, run_folder: Path | None = None, gr
         stop=SimpleNamespace(asked=lambda look: 0, reason=lambda asked: "asked"),
         # nothing to save: the loop takes the last step as saved already
         last_saved=num_steps if run_folder is None else None)
+
+
+def go_to_newest(s: Session, checkpoints: Path, run_id: str = "tiny") -> bool:
+    """Put a session where the newest complete checkpoint stands; False where there is none (collective)."""
+    newest = checkpoint.newest_complete(checkpoints, run_id)
+    if newest is None:
+        return False
+    s.position, state = checkpoint.read_position(newest)
+    checkpoint.load(newest, s.engine, s.position.num_updates)
+    s.source.restore(state)
+    return True
 
 
 def whole_weights(engine) -> dict[str, torch.Tensor]:
