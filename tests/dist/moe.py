@@ -77,7 +77,7 @@ def adapter_names(name: str) -> tuple[str, str]:
 
 def round_trip(weight: torch.Tensor, base: str, leaf: str) -> torch.Tensor:
     """What is left of a weight in format `base`."""
-    from tonnage.models.experts import expert_parts
+    from tonnage.facts.bases import expert_parts
 
     kind, parts = FORMATS[base], expert_parts(leaf)
     return kind.dequantise(kind.quantise(weight, parts), tuple(weight.shape), parts, torch.float32)

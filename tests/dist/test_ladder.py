@@ -185,20 +185,14 @@ def test_biases_that_were_moved_are_saved_resumed_and_exported(pools, families, 
 
 def test_balance_loss_by_its_definition(families):
     """Of one row, written out; and its gradient reaches the router."""
-    from types import SimpleNamespace
-
-    from tonnage.config.compose import compose_config
     from tonnage.data.collate import MicroBatch
-    from tonnage.train.routing import Routing
+    from tonnage.train.routing import balance_of_rows
 
     torch.manual_seed(0)
     logits, experts, top_k, tokens = torch.randn(7, 4, requires_grad=True), 4, 2, 5  # two positions are padding
     index = logits.detach().topk(top_k).indices
-    model = torch.nn.Module()
-    model.config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(router_aux_loss_coef=0.1))
-    routing = Routing(model, compose_config(["adapter=full"]))
-    routing.row_N = MicroBatch(torch.zeros(1, 7), None, None, None, tokens, 0, (tokens,)).row_of_tokens()
-    found = routing._balance(logits, index, by_sigmoid=False)
+    row_of_tokens = MicroBatch(torch.zeros(1, 7), None, None, None, tokens, 0, (tokens,)).row_of_tokens()
+    found = balance_of_rows(logits, index, row_of_tokens, num_rows=1, by_sigmoid=False)
     scores = logits[:tokens].softmax(-1)
     share = torch.stack([(index[:tokens] == e).sum() / tokens * experts / top_k for e in range(experts)])
     expected = sum(share[e] * scores[:, e].mean() for e in range(experts))

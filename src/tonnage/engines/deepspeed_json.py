@@ -81,8 +81,6 @@ def _check_keys(extra):
             near = difflib.get_close_matches(name, TOP_LEVEL_KEYS, n=1)
             raise ConfigError(f"strategy.extra.{name}: DeepSpeed has no such key"
                               + (f"; did you mean {near[0]}?" if near else ""))
-
-
     inside = extra.get("zero_optimization")
     for name, off in ZERO_PLUS_PLUS.items() if isinstance(inside, dict) else ():
         if inside.get(name, off) != off:

@@ -24,6 +24,11 @@ def fields(base: str, shape: tuple[int, ...], parts: int = 1) -> dict[str, tuple
             "scales": ((*lead, parts * ceil(rows / parts / FP8_BLOCK), ceil(columns / FP8_BLOCK)), 4)}
 
 
+def expert_parts(leaf: str) -> int:
+    """Matrices that lie below each other in a parameter of stacked experts, by the end of its name."""
+    return 2 if leaf.endswith("gate_up_proj") else 1
+
+
 def kept_bytes(base: str, shape: tuple[int, ...], parts: int = 1) -> int:
     """Bytes of all of them together."""
     return sum(prod(size) * each for size, each in fields(base, shape, parts).values())

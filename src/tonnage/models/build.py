@@ -16,18 +16,17 @@ from torch import nn
 
 from tonnage.config.schema import Adapter, Model, Precision
 from tonnage.errors import ConfigError, ModelError
-from tonnage.facts.bases import FP8_BLOCK
+from tonnage.facts.bases import FP8_BLOCK, expert_parts
 from tonnage.models.experts import (
     TunedExperts,
     add_expert_adapter,
     expert_modules,
-    expert_parts,
     let_all_take_part,
     listed_experts,
     matrices,
     tune,
 )
-from tonnage.models.quantised import QuantisedLinear, dequantise_module, quantise_module
+from tonnage.models.quantised import QuantisedLinear, dequantise_module, field_names, quantise_module
 from tonnage.runtime.logs import LOG
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
@@ -298,7 +297,7 @@ def count_by_kind(model: nn.Module) -> dict[str, tuple[int, int]]:
         for leaf, kept in getattr(module, "kept", {}).items():
             trained, frozen = counts.get(_kind(f"{path}.{leaf}"), (0, 0))
             counts[_kind(f"{path}.{leaf}")] = trained, frozen + math.prod(kept.shape)
-            quantised |= {f"{path}.{name}" for name in kept.names(leaf).values()}
+        quantised |= {f"{path}.{name}" for name in field_names(module)}
     for name, parameter in model.named_parameters():
         if name in quantised:
             continue

@@ -158,8 +158,3 @@ def tune(experts: nn.Module) -> None:
                           f"adapter.targets=[all-linear] and adapter.quantise=none")
     experts.kept = {}
     experts.__class__ = type(type(experts).__name__, (TunedExperts, type(experts)), {})
-
-
-def expert_parts(leaf: str) -> int:
-    """Matrices below each other in a stacked parameter."""
-    return 2 if leaf == "gate_up_proj" else 1

@@ -7,6 +7,7 @@ It reads the rows that cover this range, a few at a time, so the host holds litt
 import hashlib
 import math
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -18,7 +19,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from tonnage.errors import ModelError
 from tonnage.facts.sizes import READ_AT_ONCE_BYTES
 from tonnage.models.build import full_shape
-from tonnage.models.quantised import Kept
+from tonnage.models.quantised import Kept, field_names
 from tonnage.models.shards import Checkpoint, Source, find_sources
 
 WRAPPERS = (".base_layer", ".original_module")
@@ -124,10 +125,9 @@ def _targets(base) -> Iterator[tuple[str, tuple[int, ...], list[torch.Tensor], K
     """(plain name, whole shape, tensors that keep it, how it is quantised) of every parameter and stored buffer."""
     for path, module in base.named_modules():
         prefix = _plain_name(f"{path}." if path else "")
-        kept = getattr(module, "kept", {})
-        for leaf, one in kept.items():
+        for leaf, one in getattr(module, "kept", {}).items():
             yield prefix + leaf, one.shape, [module._parameters[name] for name in one.names(leaf).values()], one
-        fields = {name for leaf, one in kept.items() for name in one.names(leaf).values()}
+        fields = field_names(module)
         for name, parameter in module._parameters.items():
             if parameter is not None and name not in fields:
                 yield prefix + name, full_shape(parameter), [parameter], None
@@ -202,22 +202,13 @@ def _steps(first: int, last: int, row_numel: int, block: int) -> Iterator[tuple[
         yield start, min(start + step, last)
 
 
-def _progress(total: int):
-    """Context: a function to say how many bytes more have been read, shown on rank 0 where it takes a while."""
-    return _Bar(total, total > SHOW_BYTES and (not dist.is_initialized() or dist.get_rank() == 0))
-
-
-class _Bar:
-    def __init__(self, total, show):
-        self.bar = Progress(transient=True, disable=not show)
-        self.task = self.bar.add_task("reading weights", total=total)
-
-    def __enter__(self):
-        self.bar.start()
-        return lambda amount: self.bar.advance(self.task, amount)
-
-    def __exit__(self, *_):
-        self.bar.stop()
+@contextmanager
+def _progress(total: int) -> Iterator[Callable[[int], None]]:
+    """A function to say how many bytes more have been read, shown on rank 0 where it takes a while."""
+    show = total > SHOW_BYTES and (not dist.is_initialized() or dist.get_rank() == 0)
+    with Progress(transient=True, disable=not show) as bar:
+        task = bar.add_task("reading weights", total=total)
+        yield lambda amount: bar.advance(task, amount)
 
 
 def _compute_buffers(base: nn.Module) -> None:

@@ -183,6 +183,11 @@ class Quantised(nn.Module):
         return kept.format.dequantise(fields, shape, kept.parts, dtype or kept.dtype)
 
 
+def field_names(module: nn.Module) -> set[str]:
+    """Names of the parameters of `module` that keep quantised weights."""
+    return {name for leaf, kept in getattr(module, "kept", {}).items() for name in kept.names(leaf).values()}
+
+
 def quantise_module(module: nn.Module, kind: type[Quantised], leaves: list[str], base: str,
                     parts: Callable[[str], int] = lambda leaf: 1) -> None:
     """Make `module` a `kind` of its class that keeps `leaves` in format `base`, empty, on their device."""

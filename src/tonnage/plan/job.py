@@ -11,7 +11,7 @@ from tonnage.config.rules import Layout, shard_gpus
 from tonnage.config.schema import Config
 from tonnage.errors import ConfigError
 from tonnage.facts.architectures import Architecture
-from tonnage.facts.bases import kept_bytes
+from tonnage.facts.bases import expert_parts, kept_bytes
 from tonnage.facts.sizes import FLOAT8_MULTIPLE
 from tonnage.facts.zero import ZeroLimits, zero_limits
 
@@ -183,7 +183,7 @@ def _kept_layers(architecture, quantise, compute_bytes):
 def _kept_experts(architecture, i, quantise, compute_bytes):
     if quantise == "none":
         return compute_bytes * architecture.layers[i].routed_experts
-    return sum(architecture.num_experts * kept_bytes(quantise, (outputs, inputs), 2 if name.endswith("gate_up_proj") else 1)
+    return sum(architecture.num_experts * kept_bytes(quantise, (outputs, inputs), expert_parts(name))
                for name, (inputs, outputs) in architecture.linear_shapes(i).items() if _is_expert(name))
 
 

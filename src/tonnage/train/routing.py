@@ -64,7 +64,8 @@ class Routing:
             scale: what the engine divides gradients by.
         """
         if self.routers:
-            self.row_N, self.counting, self.scale = batch.row_of_tokens(), True, scale
+            self.row_N, self.num_micro_rows = batch.row_of_tokens(), len(batch.row_tokens)
+            self.counting, self.scale = True, scale
 
     def forward_done(self) -> None:
         """What is computed from now on is computed again."""
@@ -78,32 +79,16 @@ class Routing:
         if self.row_N is None or not isinstance(out, tuple) or len(out) < 3:
             return None
         logits_NE, weights_NK, index_NK, *more = out
-        real_N = self.row_N >= 0
         if self.counting:
-            chosen = index_NK[real_N].flatten()
-            self.counts_LE[layer].scatter_add_(0, chosen, torch.ones_like(chosen))
+            real_NK = (self.row_N >= 0)[:, None].expand_as(index_NK)  # no selection: its size would be waited for
+            self.counts_LE[layer].scatter_add_(0, index_NK.flatten(), real_NK.flatten().long())
         if not self.coefficient:
             return None
-        balance = self._balance(logits_NE, index_NK, self.biased[layer]) / self.num_rows / len(self.routers)
+        balance = balance_of_rows(logits_NE, index_NK, self.row_N, self.num_micro_rows, self.biased[layer])
+        balance = balance / self.num_rows / len(self.routers)
         if self.counting:
             self.loss += balance.detach()
         return logits_NE, _Beside.apply(weights_NK, self.coefficient * self.scale * balance), index_NK, *more
-
-    def _balance(self, logits_NE, index_NK, by_sigmoid):
-        """Sum over the rows of a micro-batch."""
-        experts, top_k = logits_NE.shape[1], index_NK.shape[1]
-        scores_NE = logits_NE.float().sigmoid() if by_sigmoid else logits_NE.float().softmax(-1)
-        scores_NE = scores_NE / scores_NE.sum(-1, keepdim=True)
-        real_N = self.row_N >= 0
-        if not real_N.any():
-            return (scores_NE * 0.0).sum()
-        row_N, num_rows = self.row_N[real_N], int(self.row_N.max()) + 1
-        tokens_R = torch.bincount(row_N, minlength=num_rows).clamp_min(1)[:, None]
-        chosen_NE = torch.zeros_like(scores_NE).scatter_(1, index_NK, 1.0)[real_N]
-        zeros_RE = scores_NE.new_zeros(num_rows, experts)
-        share_RE = zeros_RE.index_add(0, row_N, chosen_NE) * experts / top_k / tokens_R
-        mean_RE = zeros_RE.index_add(0, row_N, scores_NE[real_N]) / tokens_R
-        return (share_RE * mean_RE).sum()
 
     def end_window(self, applied: bool, group: dist.ProcessGroup) -> dict[str, float]:
         """Figures of the window over all ranks; moves the biases where the update was applied (collective).
@@ -132,6 +117,27 @@ class Routing:
             dist.all_reduce(loss, group=group)
             figures["router_aux_loss"] = float(loss)
         return figures
+
+
+def balance_of_rows(logits_NE: torch.Tensor, index_NK: torch.Tensor, row_N: torch.Tensor, num_rows: int,
+                    by_sigmoid: bool) -> torch.Tensor:
+    """Balance losses of the rows of a micro-batch, summed; see `Routing`.
+
+    Args:
+        row_N: the row of each token, -1 for padding.
+        by_sigmoid: how scores are made of logits; else by softmax.
+    """
+    experts, top_k = logits_NE.shape[1], index_NK.shape[1]
+    scores_NE = logits_NE.float().sigmoid() if by_sigmoid else logits_NE.float().softmax(-1)
+    scores_NE = scores_NE / scores_NE.sum(-1, keepdim=True)
+    chosen_NE = torch.zeros_like(scores_NE).scatter_(1, index_NK, 1.0)
+    place_N = row_N.where(row_N >= 0, num_rows)  # padding goes into a row behind the last
+
+    def sums(values_NX):
+        return values_NX.new_zeros(num_rows + 1, values_NX.shape[1]).index_add(0, place_N, values_NX)[:num_rows]
+
+    tokens_R1 = sums(torch.ones_like(scores_NE[:, :1])).clamp_min(1)
+    return (sums(chosen_NE) * experts / top_k / tokens_R1 * sums(scores_NE) / tokens_R1).sum()
 
 
 class _Beside(torch.autograd.Function):
