@@ -24,7 +24,6 @@ import io
 import json
 import os
 import pstats
-import shutil
 import signal
 import statistics
 import sys
@@ -32,6 +31,8 @@ import time
 from collections import defaultdict
 from dataclasses import asdict
 from pathlib import Path
+
+from _one_rank import join_alone
 
 ROOT = Path(__file__).resolve().parents[1]
 TARGET = 0.03
@@ -46,15 +47,9 @@ class BenchmarkError(Exception):
 
 def main() -> int:
     args = parse_arguments()
-    os.environ["OMP_NUM_THREADS"] = str(args.threads)  # before torch is imported
+    group = join_alone(args.threads, args.work)
     from tonnage.errors import TonnageError
-    from tonnage.runtime import ranks
-    from tonnage.runtime.logs import quiet_libraries
 
-    quiet_libraries()
-    shutil.rmtree(args.work, ignore_errors=True)
-    ranks.join(ranks.Place("none", 0, 1, 0, 1), 1, "cpu", 1800.0, args.threads)
-    group = ranks.preparation_group()
     results = {"settings": {key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()},
                "cases": {}}
     try:

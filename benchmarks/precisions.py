@@ -15,7 +15,6 @@ import io
 import json
 import os
 import platform
-import shutil
 import signal
 import sys
 import time
@@ -23,6 +22,8 @@ from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from unittest import mock
+
+from _one_rank import join_alone
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "precisions.md"
@@ -40,15 +41,10 @@ REFERENCE = "fp32"
 
 def main() -> int:
     args = parse_arguments()
-    os.environ["OMP_NUM_THREADS"] = str(args.threads)  # before torch is imported
+    group = join_alone(args.threads, args.work)
     from tonnage.errors import TonnageError
-    from tonnage.runtime import ranks
-    from tonnage.runtime.logs import quiet_libraries
 
-    quiet_libraries()
-    shutil.rmtree(args.work, ignore_errors=True)
-    ranks.join(ranks.Place("none", 0, 1, 0, 1), 1, "cpu", 1800.0, args.threads)
-    group, found = ranks.preparation_group(), {}
+    found = {}
     try:
         for name in args.cases:
             found[name] = run_case(args, name, group)
