@@ -277,9 +277,24 @@ def train_three(folder, strategy, *overrides):
 @pytest.mark.parametrize("adapter", [pytest.param("full", marks=pytest.mark.slow), "lora"])
 def test_activation_checkpointing_changes_nothing(pools, tiny_folder, strategy, adapter):
     plain = pools(2).run(train_three, tiny_folder, strategy, f"adapter={adapter}")[0]
-    again = pools(2).run(train_three, tiny_folder, strategy, f"adapter={adapter}", "model.activation_checkpointing=full")[0]
-    assert again[0] == pytest.approx(plain[0], rel=1e-6)
-    assert furthest(again[1], plain[1]) < 1e-5
+    for how in (["full"], ["selective", "model.checkpoint_every_layers=2", "model.checkpoints_on_host=true"]):
+        again = pools(2).run(train_three, tiny_folder, strategy, f"adapter={adapter}",
+                             *(f"model.activation_checkpointing={word}" if word in ("full", "selective") else word
+                               for word in how))[0]
+        assert again[0] == pytest.approx(plain[0], rel=1e-6), how
+        assert furthest(again[1], plain[1]) < 1e-5, how
+
+
+@pytest.mark.parametrize(("adapter", "ranks", "hpz_gpus"), [
+    ("lora", 2, 2), pytest.param("full", 2, 2, marks=pytest.mark.slow), pytest.param("full", 4, 2, marks=pytest.mark.slow),
+    pytest.param("qlora", 4, 2, marks=pytest.mark.slow)])
+def test_a_second_copy_of_the_weights_changes_nothing(pools, tiny_folder, adapter, ranks, hpz_gpus):
+    words = ("zero3", f"adapter={adapter}", "batch.micro_rows=1", "model.activation_checkpointing=full")
+    plain = pools(ranks).run(train_three, tiny_folder, *words)[0]
+    copied = pools(ranks).run(train_three, tiny_folder, *words, f"strategy.hpz_gpus={hpz_gpus}")[0]
+    assert copied[0] == pytest.approx(plain[0], rel=1e-6)
+    assert furthest(copied[1], plain[1]) < 1e-5
+    assert pools(ranks).run(train_three, tiny_folder, *words)[0][0] == plain[0]  # no copies are left to the next model
 
 
 class PackedRows(RaggedRows):

@@ -17,6 +17,20 @@ def test_a_chain_frees_what_is_neither_used_nor_saved():
     assert played.backward == 20 + 20 + 10
 
 
+def test_selective_checkpointing_begins_again_with_its_products():
+    tape = Tape({"x": 1.0})
+    tape.add("a", 10, "x", product=True, beside=("sums",))
+    tape.sizes["sums"] = 1
+    tape.add("b", 20, "a", saves=("b",))
+    tape.add("c", 30, "b", saves=("c",))
+    tape.add("y", 5, "c", product=True)
+    played = play(tape, "x")
+    assert (played.saved, played.products) == (50, 10 + 1 + 5)
+    # forward: c and b with a kept; again: the products, then b and c besides, a gone after b, and the gradient of y
+    assert played.selective == 10 + 20 + 30
+    assert played.again == max(16 + 20, 16 + 20 - 10 + 30) + 5
+
+
 def test_an_addition_hands_its_gradient_on_without_a_copy():
     copied, passed = Tape({"x": 8.0}), Tape({"x": 8.0})
     for tape, passes in ((copied, False), (passed, True)):

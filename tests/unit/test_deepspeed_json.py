@@ -118,13 +118,19 @@ def test_an_unknown_top_level_key_is_refused_with_the_nearest(name, nearest):
     assert refusal({"qqzz": 1}) == "strategy.extra.qqzz: DeepSpeed has no such key"
 
 
-@pytest.mark.parametrize("name, value", [("zero_hpz_partition_size", 8), ("zero_quantized_weights", True),
-                                         ("zero_quantized_gradients", True)])
-def test_zero_plus_plus_is_refused_unless_it_is_off(name, value):
-    message = refusal({"zero_optimization": {name: value}})
-    assert message.startswith(f"strategy.extra.zero_optimization.{name}={value}: ZeRO++ is neither planned for nor tested")
-    off = 1 if name.endswith("size") else False
-    assert generated(3, extra={"zero_optimization": {name: off}})["zero_optimization"][name] == off
+@pytest.mark.parametrize("name", ["zero_quantized_weights", "zero_quantized_nontrainable_weights",
+                                  "zero_quantized_gradients"])
+def test_rounded_traffic_is_refused_unless_it_is_off(name):
+    message = refusal({"zero_optimization": {name: True}})
+    assert message.startswith(f"strategy.extra.zero_optimization.{name}=True: what ZeRO++ sends") and "hpz_gpus" in message
+    assert generated(3, extra={"zero_optimization": {name: False}})["zero_optimization"][name] is False
+
+
+def test_a_second_copy_of_the_weights_is_decided_by_its_key():
+    assert refusal({"zero_optimization": {"zero_hpz_partition_size": 8}}).startswith(
+        "strategy.extra.zero_optimization.zero_hpz_partition_size: is decided by strategy.hpz_gpus")
+    assert deepspeed_json(Config(strategy=Strategy(hpz_gpus=4)), 3, 1)["zero_optimization"]["zero_hpz_partition_size"] == 4
+    assert "zero_hpz_partition_size" not in generated(3)["zero_optimization"]
 
 
 def test_extra_of_the_config_is_not_changed():

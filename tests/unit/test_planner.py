@@ -177,6 +177,33 @@ def test_host_memory_grows_with_what_is_offloaded():
     assert here.checkpoint_gib == pytest.approx(12 * 8.03e9 / GIB, rel=0.01)
 
 
+def test_layer_inputs_on_the_host_leave_the_gpu_and_are_counted_there_and_on_the_link():
+    words = ("model=llama8b", "gpu=h100", "gpus=8", "data.seq_tokens=32768", "batch.micro_rows=1")
+    here, there = (planned(*words, f"model.checkpoints_on_host={word}")[1] for word in ("false", "true"))
+    inputs = 32 * 32768 * 4096 * 2  # layers x tokens x hidden, in bf16
+    assert here.memory.peak_bytes - there.memory.peak_bytes == pytest.approx(inputs * 31 / 32, rel=1e-6)
+    assert there.host.memory_gib - here.host.memory_gib == pytest.approx(8 * inputs / GIB)
+    assert there.speed.micro_step_s - here.speed.micro_step_s == pytest.approx(
+        2 * inputs / (there.gpu.host_link_gb_s * 0.8e9))
+
+
+def test_a_search_offers_every_way_of_checkpointing():
+    config, plan = planned("model=llama8b", "gpu=h100", "gpus=8", "strategy=fsdp", "batch.micro_rows=1",
+                           "model.checkpoint_every_layers=2")
+    found = {one.override for one in search(config, plan, extremes=True).fitting if all(
+        key.startswith("model.") for key in one.changed)}
+    assert found >= {"", "model.checkpoint_every_layers=1",
+                     "model.checkpoint_every_layers=1 model.checkpoints_on_host=true"}
+    config, plan = planned("model=llama8b", "gpu=h100", "gpus=8", "strategy=fsdp", "batch.micro_rows=1")
+    ways = {one.override: one for one in search(config, plan, extremes=True).fitting if all(
+        key.startswith("model.") for key in one.changed)}
+    none, selective, full, host = (ways[words] for words in (
+        "model.activation_checkpointing=none", "model.activation_checkpointing=selective", "",
+        "model.checkpoints_on_host=true"))
+    assert none.peak_gib > selective.peak_gib > full.peak_gib > host.peak_gib
+    assert none.tokens_per_s > selective.tokens_per_s > full.tokens_per_s > host.tokens_per_s
+
+
 # ---- the accumulation tables
 
 ROWS = {model: [tables.Row(*row) for row in yaml.load((tables.FOLDER / f"{model}.yaml").read_text(),

@@ -50,6 +50,9 @@ def llama(**more):
     ({"checkpointing": "full"}, 10752, 1280, 8448 + 960),
     # frozen: 4 x 1,408, and 6 for the adapter's 2 layers x 2 (8 + 8) = 64 weights
     ({"adapter": "lora"}, 4 * 1408 + 6 * 64, 960, 4 * 1408 + 6 * 64 + 960),
+    # every second layer of two: 7 x 1,152, attention 3.5 x 320; what keeps its products computes none again
+    ({"checkpointing": "full", "checkpoint_every_layers": 2}, 7 * 1152 + 6 * 256, 1120, 8448 + 960),
+    ({"checkpointing": "selective"}, 8448, 960, 8448 + 960),
     ({"adapter": "lora", "checkpointing": "full"}, 6 * 1152 + 4 * 256 + 8 * 64, 1280, 4 * 1408 + 6 * 64 + 960),
     ({"attention": "eager"}, 8448, 1920, 8448 + 960),
 ])

@@ -11,10 +11,11 @@ from tonnage.facts.gpus import GPUS
 from tonnage.facts.models import MODELS
 
 # what may change when a run goes on: where and how it runs, not what is learned
-CHANGEABLE = ("gpus", "device", "cpu_threads", "dry_run", "batch.micro_rows", "batch.accumulation_steps", "strategy.",
-              "model.path", "model.attention", "model.compile", "model.activation_checkpointing", "train.loss",
-              "train.loss_chunk_tokens", "train.audit", "train.max_nonfinite_steps", "checkpoint.", "tracker.",
-              "cluster.", "gpu.", "plan.", "eval.", "run.", "data.cache")
+CHANGEABLE = ("gpus", "device", "cpu_threads", "dry_run", "batch.micro_rows", "batch.accumulation_steps",
+              "strategy.", "model.path", "model.attention", "model.compile", "model.activation_checkpointing",
+              "model.checkpoint_every_layers", "model.checkpoints_on_host", "train.loss", "train.loss_chunk_tokens",
+              "train.audit", "train.max_nonfinite_steps", "checkpoint.", "tracker.", "cluster.", "gpu.", "plan.",
+              "eval.", "run.", "data.cache")
 
 
 @dataclass(frozen=True)
@@ -94,6 +95,15 @@ def _broken_rules(config, gpus, per_node, device, strategy):
         (config.eval.holdout_fraction >= 1, "eval.holdout_fraction=1: leaves nothing to train on"),
         (config.data.streaming and config.eval.holdout_fraction > 0,
          "eval.holdout_fraction: not with data.streaming=true; give eval.path"),
+        (config.model.activation_checkpointing == "none" and config.model.checkpoint_every_layers > 1,
+         f"model.checkpoint_every_layers={config.model.checkpoint_every_layers}: nothing is checkpointed by "
+         f"model.activation_checkpointing=none; use full or selective"),
+        (config.model.activation_checkpointing == "none" and config.model.checkpoints_on_host,
+         "model.checkpoints_on_host=true: nothing is checkpointed by model.activation_checkpointing=none; use full or "
+         "selective"),
+        (config.model.compile and config.model.checkpoints_on_host,
+         "model.checkpoints_on_host=true: not with model.compile=true, which leaves out the hooks that move tensors; use "
+         "one of the two"),
         (config.model.attention == "flash" and device == "cpu",
          "model.attention=flash: runs on GPUs only; use model.attention=sdpa"),
         (config.model.attention == "flash" and config.precision.name == "fp32",
@@ -157,6 +167,14 @@ def _shard_rules(config, gpus, per_node, strategy):
                 f"layer); use model.compile=false"]
     if experts > 1 and gpus % experts:
         return [f"strategy.expert_gpus={experts}: must divide gpus={gpus}; try {_divisor(gpus, min(experts, gpus))}"]
+    hpz = config.strategy.hpz_gpus
+    if hpz > 1 and (strategy != "zero3" or config.strategy.offload != "none"):
+        return [f"strategy.hpz_gpus={hpz}: a second copy on the GPUs is for strategy=zero3 strategy.offload=none, not "
+                f"strategy={strategy} strategy.offload={config.strategy.offload}; use strategy.hpz_gpus=1, or "
+                f"strategy=hsdp, which keeps a copy in each node under FSDP2"]
+    if hpz > 1 and per_node % hpz:
+        return [f"strategy.hpz_gpus={hpz}: must divide the {per_node} GPUs of a node; try "
+                f"{_divisor(per_node, min(hpz, per_node))}"]
     if strategy != "hsdp":
         return []
     shard = shard_gpus(config, strategy, gpus, per_node)

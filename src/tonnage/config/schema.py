@@ -69,8 +69,12 @@ class Model:
     attention: Literal["auto", "sdpa", "flash", "eager", "flex"] = key(
         "auto", "attention kernel; auto is flash where flash-attn is installed and a GPU is used, sdpa otherwise")
     compile: bool = key(False, "compile each decoder layer with torch.compile")
-    activation_checkpointing: Literal["none", "full"] = key(
-        "full", "full: keep only each layer's input and compute the layer again in backward")
+    activation_checkpointing: Literal["none", "selective", "full"] = key(
+        "full", "full: keep only each layer's input and compute the layer again in backward; selective: keep the results "
+                "of its matrix products and attention, too, and compute again what is cheap between them")
+    checkpoint_every_layers: Count = key(1, "checkpoint every n-th layer only; the others keep everything")
+    checkpoints_on_host: bool = key(False, "move the kept inputs of layers from the GPU to host memory until "
+                                           "backward")
     new_tokens: list[str] = key([], "tokens to add; their embeddings (and the head) are trained and saved, with "
                                     "adapters too")
     trust_remote_code: bool = key(False, "run the Python code that a model folder brings")
@@ -106,6 +110,8 @@ class Strategy:
                                             "in backward")
     expert_gpus: Count = key(1, "fsdp: GPUs that share one copy of the routed experts, each whole on one of them; tokens "
                                 "travel, nothing of an expert is gathered among them; 1: experts are sharded as the rest")
+    hpz_gpus: Count = key(1, "zero3: GPUs of a node that hold a second copy of the weights among them, from which they are "
+                             "gathered again until a step changes them (ZeRO++'s hpZ); 1: none")
     extra: dict[str, Any] = key({}, "raw DeepSpeed keys, added to the generated JSON; may not contradict it")
 
 

@@ -61,6 +61,8 @@ class DeepSpeedEngine:
                 self.deepspeed.utils.set_z3_leaf_module(parent, True)
             self._told = HfDeepSpeedConfig(self.settings)  # by this, while it lives, transformers knows of the partitions
         parts.load(model, self.device)
+        for parameter in model.parameters():
+            _forget_second_copy(parameter)  # made as each was partitioned, before it had its weights
         optimizer = parts.optimizer(model)
         with library_prints():
             self.core, self.optimizer, _, _ = self.deepspeed.initialize(
@@ -223,6 +225,7 @@ class DeepSpeedEngine:
             part = self._part(parameter, tensor)
             self.deepspeed.utils.safe_set_local_fp32_param(parameter, part)
             parameter.ds_tensor.data.copy_(part)
+            _forget_second_copy(parameter)
             if parameter.ds_status == ZeroParamStatus.AVAILABLE:  # small ones are kept whole on every rank
                 parameter.data.copy_(tensor)
             return
@@ -289,5 +292,16 @@ class DeepSpeedEngine:
 
         self.core.destroy()
         unset_hf_deepspeed_config()
+        # 0.19.8: the next model of this process would keep second copies too
+        self.deepspeed.utils.groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
         self._partitioned, self.pieces = None, {}
         del self.core, self.model, self.optimizer, self.torch_optimizer
+
+
+def _forget_second_copy(parameter):
+    """Of hpZ, where ZeRO-3 keeps one: the next gather is of what the parameter is now, and makes a new one.
+
+    0.19.8 makes it when a parameter is partitioned, and drops those of trained ones after a step alone.
+    """
+    if getattr(parameter, "ds_secondary_tensor", None) is not None:
+        parameter.ds_secondary_tensor = None

@@ -20,9 +20,8 @@ TOP_LEVEL_KEYS = frozenset("""
     use_data_before_expert_parallelism wandb wall_clock_breakdown zero_allow_comm_data_type_fp32
     zero_allow_untested_optimizer zero_force_ds_cpu_optimizer zero_optimization""".split())
 
-# ZeRO++: gathers and reduces in 8 and 4 bits, or keeps a second copy of the weights in each node
-ZERO_PLUS_PLUS = {"zero_hpz_partition_size": 1, "zero_quantized_weights": False,
-                  "zero_quantized_nontrainable_weights": False, "zero_quantized_gradients": False}  # as they are when off
+# ZeRO++'s gathers and reductions in 8 and 4 bits: their kernels are for GPUs alone, and what they round is not exact
+QUANTISED_TRAFFIC = ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients")
 TYPED_KEYS = {"train_batch_size": "batch.global_rows", "optimizer": "optimizer", "scheduler": "schedule",
               "amp": "precision", "torch_autocast": "precision"}
 
@@ -64,6 +63,8 @@ def _zero(config, stage):
     zero = {"stage": stage, "contiguous_gradients": True,
             # reported to corrupt gradients at stage 2: https://github.com/deepspeedai/DeepSpeed/issues/5347
             "overlap_comm": False}
+    if config.strategy.hpz_gpus > 1:
+        zero["zero_hpz_partition_size"] = config.strategy.hpz_gpus
     offload = config.strategy.offload
     if offload != "none":
         device = {"device": "nvme", "nvme_path": config.strategy.nvme_path} if offload == "nvme" else {"device": "cpu"}
@@ -82,10 +83,16 @@ def _check_keys(extra):
             raise ConfigError(f"strategy.extra.{name}: DeepSpeed has no such key"
                               + (f"; did you mean {near[0]}?" if near else ""))
     inside = extra.get("zero_optimization")
-    for name, off in ZERO_PLUS_PLUS.items() if isinstance(inside, dict) else ():
-        if inside.get(name, off) != off:
-            raise ConfigError(f"strategy.extra.zero_optimization.{name}={inside[name]}: ZeRO++ is neither planned for nor "
-                              f"tested here; leave it out, or use strategy=hsdp, which keeps gathers within a node")
+    if not isinstance(inside, dict):
+        return
+    if inside.get("zero_hpz_partition_size", 1) != 1:
+        raise ConfigError("strategy.extra.zero_optimization.zero_hpz_partition_size: is decided by strategy.hpz_gpus; set "
+                          "that instead")
+    for name in QUANTISED_TRAFFIC:
+        if inside.get(name):
+            raise ConfigError(f"strategy.extra.zero_optimization.{name}={inside[name]}: what ZeRO++ sends in 8 and 4 bits "
+                              f"is rounded, and neither planned for nor tested here; leave it out, or use "
+                              f"strategy.hpz_gpus, which keeps gathers within a node")
 
 
 def _merged(generated, extra, path):

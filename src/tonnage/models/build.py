@@ -17,6 +17,7 @@ from torch import nn
 from tonnage.config.schema import Adapter, Model, Precision
 from tonnage.errors import ConfigError, ModelError
 from tonnage.facts.bases import FP8_BLOCK, expert_parts
+from tonnage.models.checkpointing import checkpoint_layers
 from tonnage.models.experts import (
     TunedExperts,
     add_expert_adapter,
@@ -73,9 +74,8 @@ def build_model(folder: str, model: Model, adapter: Adapter, attention: str, fro
             parameter.data = parameter.data.to(dtype)
     for parent in listed_experts(built):
         let_all_take_part(parent)
-    if model.activation_checkpointing == "full":
-        # reentrant checkpointing needs an input that requires grad, and reduces twice under ZeRO-2
-        built.gradient_checkpointing_enable({"use_reentrant": False})
+    if model.activation_checkpointing != "none":
+        checkpoint_layers(built, model)
     return built.train()
 
 

@@ -11,6 +11,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from tonnage.facts.architectures import Architecture
+from tonnage.facts.sizes import LEAST_KEPT_INPUTS
 
 
 @dataclass(frozen=True)
@@ -18,7 +19,8 @@ class Op:
     """One operation. Sizes are looked up by name in `Tape.sizes`, all in bytes.
 
     `passes`: its gradient is handed on as it is (add, view). `temporary`: bytes alive only within it, forward and
-    backward. `weight`: bytes of the gradient of its weight, made in backward and kept.
+    backward. `weight`: bytes of the gradient of its weight, made in backward and kept. `product`: a matrix product or
+    attention kernel, whose results, `beside` the output too, selective checkpointing keeps.
     """
 
     output: str
@@ -28,6 +30,8 @@ class Op:
     forward_temporary: float = 0
     backward_temporary: float = 0
     weight: float = 0
+    product: bool = False
+    beside: tuple[str, ...] = ()
 
 
 @dataclass
@@ -47,36 +51,45 @@ class Tape:
 @dataclass(frozen=True)
 class Played:
     """Bytes of a played tape: `saved` for backward, the most alive in `forward`, in `backward`, and in a forward that
-    saves nothing (`inference`). The layer's input and the weights are not counted; the gradient of its output is."""
+    saves nothing (`inference`); of selective checkpointing what it keeps (`products`), the most alive in a forward that
+    keeps them (`selective`) and in the one that is computed again from them (`again`). The layer's input and the weights
+    are not counted; the gradient of its output is."""
 
     saved: float
     forward: float
     backward: float
     inference: float
+    products: float
+    selective: float
+    again: float
 
 
 def play(tape: Tape, source: str) -> Played:
     """Run the tape forward, with and without saving, then backward."""
     saved = {name for op in tape.ops for name in op.saves if name != source}
-    forward, _ = _play_forward(tape, source, saved)
-    inference, _ = _play_forward(tape, source, set())
-    return Played(saved=sum(tape.sizes[name] for name in saved), forward=forward, inference=inference,
-                  backward=_play_backward(tape, source, saved))
+    products = {name for op in tape.ops if op.product for name in (op.output, *op.beside)}
+    return Played(saved=sum(tape.sizes[name] for name in saved), forward=_play_forward(tape, source, saved),
+                  inference=_play_forward(tape, source, set()), backward=_play_backward(tape, source, saved),
+                  products=sum(tape.sizes[name] for name in products),
+                  selective=_play_forward(tape, source, products),
+                  again=_play_forward(tape, source, saved, products) + tape.sizes[tape.ops[-1].output])
 
 
-def _play_forward(tape, source, keep):
-    """(most bytes alive, bytes alive at the end)."""
+def _play_forward(tape, source, keep, given=frozenset()):
+    """Most bytes alive where `keep` stays to the end and `given` is there from the beginning."""
     uses = Counter(name for op in tape.ops for name in op.inputs)
-    alive, total, most = {source: 0.0}, 0.0, 0.0
+    alive = {source: 0.0} | {name: tape.sizes[name] for name in given}
+    total = most = sum(alive.values())
     for op in tape.ops:
-        alive[op.output] = tape.sizes[op.output]
-        total += alive[op.output]
+        if op.output not in given:
+            alive[op.output] = tape.sizes[op.output]
+            total += alive[op.output]
         most = max(most, total + op.forward_temporary)
         for name in op.inputs:
             uses[name] -= 1
             if uses[name] == 0 and name not in keep and name != source:
                 total -= alive.pop(name)
-    return most, total
+    return most
 
 
 def _play_backward(tape, source, saved):
@@ -230,7 +243,8 @@ class _Writer:
         unpacked = inputs * outputs * self.c if style.dequantised_weight else 0
         saves_input = style.trains_base or style.saves_inputs or (adapted and style.fused_adapter)
         forward, backward = self.float8_temporaries(inputs, outputs) if name in style.float8 else (unpacked, unpacked)
-        tape.add(base, self.of(outputs), x, saves=(x,) if saves_input else (), forward_temporary=forward,
+        tape.add(base, self.of(outputs), x, product=inputs >= LEAST_KEPT_INPUTS,
+                 saves=(x,) if saves_input else (), forward_temporary=forward,
                  backward_temporary=backward,
                  weight=inputs * outputs * style.weight_gradient_bytes if style.trains_base else 0)
         if not adapted:
@@ -243,8 +257,10 @@ class _Writer:
             x = tape.add(f"{output}.dropped", narrow * inputs, x, saves=(f"{output}.mask",))
         # DoRA takes the norm of the changed weight: the product of its matrices (of the identity), and two sums
         weights = style.adapter_bytes * inputs * (inputs + 3 * outputs) if style.dora else 0
-        tape.add(f"{output}.A", narrow * style.rank, x, saves=(x,), forward_temporary=weights)
-        lora = tape.add(f"{output}.B", narrow * outputs, f"{output}.A", saves=(f"{output}.A",))
+        tape.add(f"{output}.A", narrow * style.rank, x, product=inputs >= LEAST_KEPT_INPUTS, saves=(x,),
+                 forward_temporary=weights)
+        lora = tape.add(f"{output}.B", narrow * outputs, f"{output}.A", product=style.rank >= LEAST_KEPT_INPUTS,
+                        saves=(f"{output}.A",))
         if style.dora:
             lora = tape.add(f"{output}.magnified", narrow * outputs, lora, saves=(lora,))
         tape.add(f"{output}.scaled", narrow * outputs, lora)
@@ -359,7 +375,8 @@ class _Writer:
             tape.add("softmax", scores * 4, "scores", saves=("softmax",))
             tape.add("weights", scores * self.c, "softmax")
             return tape.add("attended", self.of(width), "weights", v, saves=("weights", v))
-        tape.add("attended", self.of(width), q, k, v, saves=(*saves, "attended", "log_sum_exp"))
+        tape.add("attended", self.of(width), q, k, v, product=True, beside=("log_sum_exp",),
+                 saves=(*saves, "attended", "log_sum_exp"))
         tape.sizes["log_sum_exp"] = self.tokens * heads * 4
         return "attended"
 
@@ -384,8 +401,8 @@ class _Writer:
         """
         a, tape, style = self.a, self.tape, self.style
         pairs = self.c * self.tokens * a.experts_per_token
-        probabilities = tape.add("router", self.tokens * a.num_experts * 4, x, saves=(x, "router") if style.trains_base
-                                 else ("router",))
+        probabilities = tape.add("router", self.tokens * a.num_experts * 4, x, product=True,
+                                 saves=(x, "router") if style.trains_base else ("router",))
         scores = tape.add("scores_of_experts", pairs, probabilities, saves=("scores_of_experts",))
         if style.looped_experts:
             return self.experts_in_turn(x, scores, pairs / a.num_experts)
@@ -427,7 +444,7 @@ class _Writer:
         weights = a.num_experts // style.expert_gpus * inputs * outputs
         adapted = f"mlp.experts.{name}" in style.adapted
         unpacked = weights * self.c * style.dequantised_weight
-        base = tape.add(f"{output}.base" if adapted else output, pairs * outputs, x,
+        base = tape.add(f"{output}.base" if adapted else output, pairs * outputs, x, product=inputs >= LEAST_KEPT_INPUTS,
                         saves=(x,) if style.trains_base else (), forward_temporary=unpacked, backward_temporary=unpacked,
                         weight=weights * style.weight_gradient_bytes if style.trains_base else 0)
         if not adapted:
@@ -435,8 +452,8 @@ class _Writer:
         if style.dropout:
             tape.sizes[f"{output}.mask"] = pairs / self.c * inputs
             x = tape.add(f"{output}.dropped", pairs * inputs, x, saves=(f"{output}.mask",))
-        low = tape.add(f"{output}.A", pairs * style.rank, x, saves=(x,))
-        lora = tape.add(f"{output}.B", pairs * outputs, low, saves=(low,))
+        low = tape.add(f"{output}.A", pairs * style.rank, x, product=inputs >= LEAST_KEPT_INPUTS, saves=(x,))
+        lora = tape.add(f"{output}.B", pairs * outputs, low, product=style.rank >= LEAST_KEPT_INPUTS, saves=(low,))
         scaled = tape.add(f"{output}.scaled", pairs * outputs, lora)
         return tape.add(output, pairs * outputs, base, scaled, passes=True)
 

@@ -42,6 +42,8 @@ def host(job: Job, num_checkpoints: int, cuda: bool) -> Host:
     if job.offload == "all":
         copied = trained if job.strategy == "zero3" else 0
         terms["offloaded weights"] = (job.kept_bytes + job.compute_bytes * copied) * replicas / GIB
+    if job.checkpoints_on_host:
+        terms["inputs of layers"] = ranks * job.host_boundary_bytes / GIB
     checkpoint = (4 + (4 if job.optimizer == "sgd" else 8)) * trained / GIB
     # each rank collects a file; one at a time has the largest tensor with its states besides
     largest = max(job.architecture.largest_matrix(i) for i in range(job.architecture.num_layers)) if job.trains_all else 0

@@ -56,6 +56,34 @@ class Job:
     compile: bool = False
     quantise: str = "none"
     expert_gpus: int = 1
+    checkpoint_every_layers: int = 1
+    checkpoints_on_host: bool = False
+    hpz_gpus: int = 1
+
+    def checkpointing_of(self, i: int) -> str:
+        """How layer i is checkpointed: none, selective or full."""
+        return self.checkpointing if i % self.checkpoint_every_layers == 0 else "none"
+
+    @property
+    def checkpointed_layers(self) -> int:
+        """Layers that keep less than backward needs."""
+        return 0 if self.checkpointing == "none" else ceil(self.architecture.num_layers / self.checkpoint_every_layers)
+
+    @property
+    def computed_again(self) -> float:
+        """Share of the layers that run forward again in backward, of `selective` all but their products."""
+        return self.checkpointed_layers / self.architecture.num_layers
+
+    @property
+    def multiplied_again(self) -> float:
+        """Share of the layers whose products and attention are computed again."""
+        return self.computed_again * (self.checkpointing == "full")
+
+    @property
+    def host_boundary_bytes(self) -> float:
+        """Bytes of the layer inputs of one micro-batch that one rank keeps on the host."""
+        return self.checkpoints_on_host * self.checkpointed_layers * (
+            self.micro_tokens * self.architecture.hidden * self.compute_bytes)
 
     @property
     def micro_tokens(self) -> int:
@@ -146,6 +174,13 @@ class Job:
             return a.num_parameters
         beside = a.embedding_parameters + a.head_parameters if self.trains_embeddings else 0
         return sum(self.adapter_parameters) + beside
+
+
+def checkpointing_words(how: str, every_layers: int, on_host: bool) -> str:
+    """Checkpointing for people: `full in every 2nd layer, inputs on the host`."""
+    ordinal = {2: "2nd", 3: "3rd"}.get(every_layers, f"{every_layers}th")
+    every = f" in every {ordinal} layer" if every_layers > 1 else ""
+    return f"{how}{every}{', inputs on the host' * on_host}"
 
 
 @lru_cache
@@ -248,16 +283,17 @@ def job_of(config: Config, layout: Layout, architecture: Architecture) -> Job:
         gpus_per_node=layout.gpus_per_node, shard_gpus=_shard_gpus(config, layout), offload=config.strategy.offload,
         reshard_after_forward=config.strategy.reshard_after_forward, precision=config.precision.name,
         optimizer=config.optimizer.name, seq_tokens=config.data.seq_tokens, micro_rows=cut.micro_rows,
-
         accumulation_steps=cut.accumulation_steps or _steps_by_tokens(cut, config.data.seq_tokens, layout.gpus),
         rows_per_step=cut.global_rows or max(1, cut.global_tokens // config.data.seq_tokens),
         trains_embeddings=bool(config.model.new_tokens) and config.adapter.name != "full",
         dropout=config.adapter.dropout if config.adapter.name != "full" else 0.0,
         checkpointing=config.model.activation_checkpointing,
+        checkpoint_every_layers=config.model.checkpoint_every_layers, checkpoints_on_host=config.model.checkpoints_on_host,
         attention=attention, loss="plain" if config.train.loss == "plain" else "chunked",
         loss_chunk_tokens=config.train.loss_chunk_tokens,
         packing=config.data.packing, zero=zero_limits(config.strategy.extra), compile=config.model.compile,
-        quantise=config.adapter.quantise, expert_gpus=config.strategy.expert_gpus)
+        quantise=config.adapter.quantise, expert_gpus=config.strategy.expert_gpus,
+        hpz_gpus=config.strategy.hpz_gpus)
 
 
 def _steps_by_tokens(cut, seq_tokens, gpus):

@@ -44,6 +44,7 @@ def style_of(job: Job) -> Style:
                  rank=job.rank, adapted=adapted_names(job), adapter_bytes=job.compute_bytes, flash=job.attention != "eager",
                  masked=packed, holds_mask=packed, dropout=job.dropout > 0, dora=job.adapter == "dora",
                  dequantised_weight=job.quantise != "none", expert_gpus=job.expert_gpus,
+                 inputs_on_host=int(job.checkpoints_on_host),
                  float8=_float8_names(job))
 
 
@@ -97,14 +98,18 @@ def assemble(job: Job, style: Style, spread: Spread, loss: LossBytes) -> Memory:
     layers = _layers(job, style)
     boundary = job.micro_tokens * a.hidden * style.compute_bytes
     between = job.micro_tokens * a.hidden * (style.stream_bytes or style.compute_bytes)
-    checkpointed = job.checkpointing == "full"
-    kept = "layer inputs" if checkpointed else "saved activations"
+    how = [job.checkpointing_of(i) for i in range(a.num_layers)]
+    kept = "layer inputs" if set(how) == {"full"} else "saved activations"
     # a norm that casts its input saves the cast instead
     saves_input = style.fused_norm or style.compute_bytes == 4
-    between *= 4 if checkpointed and style.checkpoints_parts else 1
-    saved = [between if checkpointed else layer.saved + saves_input * boundary for layer in layers]
-    if checkpointed and style.inputs_on_host:
-        saved = [between if i < style.inputs_on_host else 0.0 for i in range(a.num_layers)]
+    between *= 4 if style.checkpoints_parts else 1
+    saved = []
+    for i, layer in enumerate(layers):
+        if how[i] == "none":
+            saved.append(layer.saved + saves_input * boundary)
+        else:
+            elsewhere = style.inputs_on_host and sum(one != "none" for one in how[:i]) >= style.inputs_on_host
+            saved.append((0.0 if elsewhere else between) + layer.products * (how[i] == "selective"))
     below = [0, *accumulate(saved)]  # of the layers before each
     held = spread.weights | {"optimizer states": spread.states}
     mask = job.micro_rows * job.seq_tokens**2 if style.holds_mask else 0  # one for all layers, a byte each
@@ -120,8 +125,8 @@ def assemble(job: Job, style: Style, spread: Spread, loss: LossBytes) -> Memory:
         whole, experts = spread.layers[i].whole, spread.layers[i].experts
         forward.append(so_far | {"gathered": before + copies * whole})
         gathered = max(copies * whole, whole + copies * experts)
-        forward.append(so_far | {"gathered": gathered, "one layer's forward":
-                                 layer.inference if checkpointed else layer.forward})
+        forward.append(so_far | {"gathered": gathered, "one layer's forward": {
+            "none": layer.forward, "selective": layer.selective, "full": layer.inference}[how[i]]})
         before = 0.0 if spread.flat else whole
 
     # the last norm holds its input (a cast of it unless fused), its output, and the cast before a trained weight
@@ -142,12 +147,13 @@ def assemble(job: Job, style: Style, spread: Spread, loss: LossBytes) -> Memory:
         here = held_root | {
             "gradients": max(summed, spread.share * above) + (spread.second_sum if summed else 0.0),
             "gathered": unit.whole + unit.experts + ahead,
-            kept: below[i + 1] - (0 if checkpointed else layer.saved)}
+            kept: below[i + 1] - {"none": layer.saved, "selective": layer.products, "full": 0.0}[how[i]]}
         if spread.keeps_input_gradients:  # a layer's own output gradient is counted in its backward
             here |= {kept: below[-1], "gradients of layer inputs": max(0, a.num_layers - 2 - i) * between}
+        again = {"none": 0.0, "selective": layer.again, "full": style.dora * layer.forward}[how[i]]
         backward.append(here | {
-            "one layer again, backward" if checkpointed else "one layer's backward":
-                max(layer.backward, style.dora * layer.forward) + (checkpointed and style.reentrant) * between,
+            "one layer's backward" if how[i] == "none" else "one layer again, backward":
+                max(layer.backward, again) + (how[i] != "none" and style.reentrant) * between,
             "gradients before they are reduced": reducing})
         still = unit.whole if spread.flat else 0.0  # weights are views of what the gradients are concatenated for
         backward.append(here | {"gathered": still + ahead, "one layer again, backward": 2 * boundary,

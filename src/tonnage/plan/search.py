@@ -12,12 +12,15 @@ from tonnage.errors import ConfigError
 from tonnage.facts.capabilities import CAPABILITIES, chosen_of, violations
 from tonnage.facts.gpus import GPUS
 from tonnage.facts.models import MODELS
+from tonnage.plan.job import checkpointing_words
 from tonnage.plan.planner import MOST_MICRO_TOKENS, Plan, make_plan, plan_layout
 from tonnage.plan.verdict import DOES_NOT_FIT, FITS
 
 # what a change of these makes another run of: it comes last among the remedies
 LEARNED = ("adapter", "adapter.quantise", "optimizer", "precision")
 MOST_GPUS = 4096
+CHECKPOINTING_KEYS = ("activation_checkpointing", "checkpoint_every_layers", "checkpoints_on_host")
+CHECKPOINTING = (("none", 1, False), ("selective", 1, False), ("full", 1, False), ("full", 1, True))
 GAIN = 1.05  # in speed, for which a remedy may change more than another does
 
 
@@ -65,7 +68,7 @@ def search(config: Config, plan: Plan, extremes: bool = False) -> Search:
     for candidate, words in _candidates(config, plan, extremes):
         one = _evaluate(candidate, words, plan)
         same = one and (one.strategy, one.micro_rows, *chosen_of(candidate).values(), candidate.adapter.quantise,
-                        candidate.model.activation_checkpointing, candidate.strategy.expert_gpus)
+                        _checkpointing(candidate), candidate.strategy.expert_gpus)
         if one is None or same in seen:
             continue  # `auto` comes first, so that of equal ones the shortest is kept
         seen.add(same)
@@ -73,7 +76,7 @@ def search(config: Config, plan: Plan, extremes: bool = False) -> Search:
             found.append(one)
             continue
         what = (f"{one.strategy}{_spread_words(candidate)}, offload {candidate.strategy.offload}, "
-                f"{method(candidate.adapter)}, checkpointing {candidate.model.activation_checkpointing}")
+                f"{method(candidate.adapter)}, checkpointing {checkpointing_words(*_checkpointing(candidate))}")
         failing[what] += 1
         least[what] = min(least.get(what, one.share), one.share)
     found.sort(key=lambda one: (one.verdict != FITS, not one.learns_the_same, -(one.tokens_per_s or 0), one.share))
@@ -104,18 +107,21 @@ def _candidates(config: Config, plan: Plan, extremes: bool) -> Iterator[tuple[Co
     axes = {
         "strategy": dict.fromkeys((config.strategy.name, *CAPABILITIES)),
         "strategy.offload": dict.fromkeys((config.strategy.offload, "none", "optimizer", "all")),
-        "model.activation_checkpointing": ("none", "full"),
         "optimizer": dict.fromkeys((config.optimizer.name, "adamw", "adamw8bit")),
         "precision": dict.fromkeys((config.precision.name, "bf16")),
         "batch.micro_rows": dict.fromkeys((config.batch.micro_rows, *micro)),
         "strategy.expert_gpus": dict.fromkeys((config.strategy.expert_gpus, 1, _expert_gpus(plan))),
+        "checkpointing": dict.fromkeys((_checkpointing(config), *CHECKPOINTING)),
         "adapter": _adapters(config)}
-    before = (config.strategy.name, config.strategy.offload, config.model.activation_checkpointing, config.optimizer.name,
-              config.precision.name, config.batch.micro_rows, config.strategy.expert_gpus)
-    for *values, adapter in itertools.product(*axes.values()):
+    before = (config.strategy.name, config.strategy.offload, config.optimizer.name, config.precision.name,
+              config.batch.micro_rows, config.strategy.expert_gpus)
+    for *values, checkpointing, adapter in itertools.product(*axes.values()):
         words = {key: f"{key}={value}" for key, value, was in zip(axes, values, before, strict=False) if value != was}
+        words |= {f"model.{key}": f"model.{key}={str(value).lower()}" for key, value, was in
+                  zip(CHECKPOINTING_KEYS, checkpointing, _checkpointing(config), strict=True) if value != was}
         words |= _adapter_words(config.adapter, *adapter)
-        values.append(replace(config.adapter, name=adapter[0], quantise=adapter[1]))
+        values += [replace(config.model, **dict(zip(CHECKPOINTING_KEYS, checkpointing, strict=True))),
+                   replace(config.adapter, name=adapter[0], quantise=adapter[1])]
         candidate = _changed(config, *values)
         if "batch.micro_rows" in words and config.batch.accumulation_steps != "auto":
             words["batch.accumulation_steps"] = "batch.accumulation_steps=auto"
@@ -125,6 +131,10 @@ def _candidates(config: Config, plan: Plan, extremes: bool) -> Iterator[tuple[Co
             continue
         if name == "auto" or not (_is_another(candidate, layout) or violations(name, chosen_of(candidate))):
             yield candidate, words
+
+
+def _checkpointing(config):
+    return tuple(getattr(config.model, key) for key in CHECKPOINTING_KEYS)
 
 
 def _expert_gpus(plan):
@@ -165,11 +175,10 @@ def _is_another(candidate, layout):
     return alone or name == "hsdp" and one_node
 
 
-def _changed(config, strategy, offload, checkpointing, optimizer, precision, micro_rows, expert_gpus, adapter):
+def _changed(config, strategy, offload, optimizer, precision, micro_rows, expert_gpus, model, adapter):
     return replace(
         config, strategy=replace(config.strategy, name=strategy, offload=offload, expert_gpus=expert_gpus),
-        model=replace(config.model, activation_checkpointing=checkpointing),
-        batch=replace(config.batch, micro_rows=micro_rows), adapter=adapter,
+        batch=replace(config.batch, micro_rows=micro_rows), model=model, adapter=adapter,
         optimizer=replace(config.optimizer, name=optimizer), precision=replace(config.precision, name=precision))
 
 

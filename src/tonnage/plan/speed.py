@@ -37,8 +37,10 @@ HOST_MEMORY_GB_S = 200.0  # of a node, for AdamW on the host: half of 2 sockets 
 ELEMENTWISE_BYTES, ELEMENTWISE_BYTES_COMPILED = 130, 50
 LOGIT_BYTES = 24  # per logit, forward and backward of an eager loss: bf16 and fp32 written and read again
 # ATen calls of forward and backward, without and with recomputing, counted on transformers' Llama and peft's LoRA; a
-# call costs the host 5 to 10 us in eager PyTorch
-CALLS_PER_LAYER, CALLS_PER_ADAPTED_MATRIX = {"none": 219, "full": 350}, {"none": 29, "full": 43}
+# call costs the host 5 to 10 us in eager PyTorch. Selective checkpointing asks Python about each call, forward and again:
+# 2.6 and 3.2 times what full adds, measured on layers too small for their arithmetic to count (torch 2.13, a Xeon)
+CALLS_PER_LAYER = {"none": 219, "selective": 560, "full": 350}
+CALLS_PER_ADAPTED_MATRIX = {"none": 29, "selective": 74, "full": 43}
 CALL_S = 8e-6
 COMPILED_CALLS = 0.2  # of the calls of an eager layer are left of a compiled one
 # read and written by the update of one parameter on the GPU: gradient, weight, moments, bf16 copy, clipping besides
@@ -88,13 +90,13 @@ def flops_per_token(job: Job) -> Flops:
     """FLOPs of one token, forward and backward.
 
     A product with P weights costs 2P forward and 2P for the gradient of its input, 2P more for that of its weights:
-    6P; 4P where they are frozen; with full checkpointing layers run forward twice: 8P and 6P. Of a mixture of experts
+    6P; 4P where they are frozen; layers with full checkpointing run forward twice: 8P and 6P. Of a mixture of experts
     only the experts that a token visits count; the input embedding is a lookup; every token is taken to have a label.
     Attention: 2 products over the sequence of s tokens, 4 s x width forward, twice that backward; half under a causal
     mask (eager attention computes both halves), which gives 6 L h s where the convention without halving has 12 L h s.
     Source: arXiv 2001.08361, section 2.1; arXiv 2204.02311, appendix B; arXiv 2106.09685 for frozen weights.
     """
-    model, runs = job.architecture, 2 if job.checkpointing == "full" else 1
+    model, runs = job.architecture, 1 + job.multiplied_again
     layers = sum(parts.active - parts.norms for parts in model.layers)
     head, adapters = model.vocab * model.hidden, job.active_adapter_parameters
     backward = 4 if job.trains_all else 2
@@ -125,6 +127,10 @@ def step_time(job: Job, gpu: Gpu, network_gb_s: float = NETWORK_GB_S, base_bytes
     forward_s, backward_s = compute_s(job, gpu, base_bytes)
     gather, reduce, per_step = communication_bytes(job, base_bytes)
     gather_s, reduce_s = (bus_s(size, job.shard_gpus, job, gpu, network_gb_s) for size in (gather, reduce))
+    if job.hpz_gpus > 1:  # within a node until a step has changed them
+        local_s = bus_s(gather, job.hpz_gpus, job, gpu, network_gb_s)
+        per_step += 2.0 * job.trained_parameters * (gather_s > local_s)
+        gather_s = min(gather_s, local_s)
     gathers_again = job.reshard_after_forward or job.strategy == "zero3"
     parts = [(forward_s, gather_s, 0.0), (backward_s, gather_s * gathers_again, reduce_s)]
     exposed_s = sum(_exposed_s(work, gathered, reduced, job, gpu) for work, gathered, reduced in parts)
@@ -156,7 +162,7 @@ def compute_s(job: Job, gpu: Gpu, base_bytes: float = 2.0) -> tuple[float, float
     """
     model, flops, generation = job.architecture, flops_per_token(job), generation_of(gpu)
     peak, memory = gpu.bf16_tflops * 1e12, gpu.memory_bandwidth_tb_s * 1e12 * MEMORY_FRACTION
-    passes = 4 if job.checkpointing == "full" else 3  # backward moves twice what forward does
+    passes = 3 + job.computed_again  # backward moves twice what forward does
     adapted = [] if job.trains_all else adapted_shapes(model, job.targets)
     element = ELEMENTWISE_BYTES_COMPILED if job.compile else ELEMENTWISE_BYTES
     # an adapter reads the input, writes its output, reads that and the base's, and writes the sum: bf16
@@ -171,16 +177,20 @@ def compute_s(job: Job, gpu: Gpu, base_bytes: float = 2.0) -> tuple[float, float
         bytes_moved += _cast_bytes(job)
     gpu_s = (job.micro_tokens * (products / (peak * MATMUL_FRACTION[generation])
                                  + flops.attention / (peak * ATTENTION_FRACTION[generation])) + bytes_moved / memory)
-    calls = (CALLS_PER_LAYER[job.checkpointing] * model.num_layers
-             + CALLS_PER_ADAPTED_MATRIX[job.checkpointing] * len(adapted)) * (COMPILED_CALLS if job.compile else 1)
+    calls = (_calls(CALLS_PER_LAYER, job) * model.num_layers
+             + _calls(CALLS_PER_ADAPTED_MATRIX, job) * len(adapted)) * (COMPILED_CALLS if job.compile else 1)
     total_s = max(gpu_s, calls * CALL_S)
     return total_s / passes, total_s * (passes - 1) / passes
+
+
+def _calls(counted, job):
+    return counted["none"] + job.computed_again * (counted[job.checkpointing] - counted["none"])
 
 
 def _cast_bytes(job):
     """Bytes moved by casts to FP8: weights and inputs in each forward, weights and gradients in backward, there the inputs
     too where weights are trained."""
-    runs = 2 if job.checkpointing == "full" else 1
+    runs = 1 + job.computed_again
     weights, inputs, outputs = job.float8_sums
     numbers = (runs + 1) * weights + job.micro_tokens * ((runs + job.trains_all) * inputs + outputs)
     return (CAST_BYTES_COMPILED if job.compile else CAST_BYTES) * numbers
@@ -212,7 +222,7 @@ def travel_bytes(job: Job) -> float:
     backward, and in forward again where layers are checkpointed; each token once for each of its experts, in bf16."""
     if job.expert_gpus == 1:
         return 0.0
-    a, passes = job.architecture, 3 if job.checkpointing == "full" else 2
+    a, passes = job.architecture, 2 + job.computed_again
     layers = sum(layer.routed_experts > 0 for layer in a.layers)
     return 2.0 * passes * 2 * job.micro_tokens * a.experts_per_token * a.hidden * layers
 
@@ -299,18 +309,19 @@ def _offload_s(job, gpu, base_bytes):
     """(host link per micro-batch, host link per step, AdamW on the host) in seconds; nothing of it hides.
 
     `optimizer` brings gradients to the host and weights back once a step; `all` also fetches each GPU's part of the
-    weights for every gather (fp32 where they are trained) and brings gradients back each micro-batch.
-    Source: arXiv 2101.06840, section 4.
+    weights for every gather (fp32 where they are trained) and brings gradients back each micro-batch. Inputs of layers
+    that are kept on the host go there and come back each micro-batch. Source: arXiv 2101.06840, section 4.
     """
-    if job.offload == "none":
-        return 0.0, 0.0, 0.0
     link, trained = gpu.host_link_gb_s * 1e9 * HOST_LINK_FRACTION, job.trained_parameters / job.shard_gpus
+    inputs_s = 2 * job.host_boundary_bytes / link
+    if job.offload == "none":
+        return inputs_s, 0.0, 0.0
     frozen = 0 if job.trains_all else job.architecture.num_parameters / job.shard_gpus
     host_s = (trained * min(job.gpus, job.gpus_per_node) * OPTIMIZER_BYTES[job.optimizer] / (HOST_MEMORY_GB_S * 1e9))
     if job.offload == "optimizer":
-        return 0.0, trained * (REDUCE_BYTES + 2) / link, host_s
+        return inputs_s, trained * (REDUCE_BYTES + 2) / link, host_s
     fetched = 2 * (4 * trained + base_bytes * frozen)
-    return (fetched + REDUCE_BYTES * trained) / link, 0.0, host_s
+    return inputs_s + (fetched + REDUCE_BYTES * trained) / link, 0.0, host_s
 
 
 # ---- beside the published rows

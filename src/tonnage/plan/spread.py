@@ -169,6 +169,8 @@ def _zero(job):
         weights["reduce bucket"] = MASTER * limits.reduce_bucket_size
         if n > 1 or all_offloaded:
             everything = c * trained + frozen
+            if job.hpz_gpus > 1:
+                weights["second copy of weights"] = everything / job.hpz_gpus
             largest = max([c * layer.total for layer in a.layers] if job.trains_all else job.kept_layers)
             largest = max(largest, c * a.embedding_parameters)
             number = 1 if job.quantise != "none" else c  # DeepSpeed counts numbers, and codes are bytes

@@ -3,6 +3,7 @@
 from dataclasses import asdict
 
 from tonnage.config.schema import Config
+from tonnage.plan.job import checkpointing_words
 from tonnage.plan.memory import PHASES
 from tonnage.plan.planner import Plan
 from tonnage.plan.search import Found, Search
@@ -31,7 +32,8 @@ def _heading(config, plan):
     steps = f" x {cut.accumulation_steps} accumulation steps" if cut.accumulation_steps else ""
     return [f"{config.model.name}: {a.num_parameters / 1e9:.2f}B parameters{active}; {trained}",
             f"{layout.gpus} x {plan.gpu.title}, {nodes} node{'s' * (nodes > 1)}; strategy {layout.strategy}, offload "
-            f"{job.offload}, {job.precision}, {job.optimizer}, checkpointing {job.checkpointing}, {job.loss} loss",
+            f"{job.offload}, {job.precision}, {job.optimizer}, {job.loss} loss, checkpointing "
+            f"{checkpointing_words(job.checkpointing, job.checkpoint_every_layers, job.checkpoints_on_host)}",
             f"a step is {rows}: {layout.gpus} x {cut.micro_rows} rows{steps}"]
 
 

@@ -73,7 +73,7 @@ def trace(config: Config, layout: Layout, say: Callable[[str], None] = lambda te
     started = time.monotonic()
     micro_batches = min(MICRO_BATCHES, layout.cut.accumulation_steps or MICRO_BATCHES)
     fake_mode = FakeTensorMode()
-    with model_folder(config) as folder, fake_group(layout.gpus), ExitStack() as stack:
+    with model_folder(config) as folder, fake_group(layout.gpus), _host_apart(), ExitStack() as stack:
         say(f"building {config.model.name} without weights")
         engine = make_engine(config, layout.strategy, layout.gpus_per_node, layout.cut, torch.device("cpu"))
         engine.prepare(_weightless(engine_parts(config, folder, _attention(config)), fake_mode))
@@ -178,6 +178,21 @@ def _one_sample_a_row(config):
     if config.data.packing:
         return ExitStack()
     return mock.patch("transformers.masking_utils.find_packed_sequence_indices", lambda position_ids: None)
+
+
+@contextmanager
+def _host_apart():
+    """Within, there is a device besides the host: what layers keep there takes no memory of it, and comes back as new."""
+    def to_host(tensor):
+        return tensor.shape, tensor.dtype
+
+    def to_device(kept):
+        return torch.empty(kept[0], dtype=kept[1])
+
+    with mock.patch("tonnage.models.checkpointing.host_is_apart", lambda: True), mock.patch(
+            "transformers.modeling_utils.save_on_cpu",
+            lambda **_: torch.autograd.graph.saved_tensors_hooks(to_host, to_device)):
+        yield
 
 
 def _even_experts():
