@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from tiny import RaggedRows, Recorder, config_for, go_to_newest, open_tiny, whole_weights
+from tiny import RaggedRows, Recorder, config_for, go_to_newest, make_model, open_tiny, whole_weights
 
 from tonnage.data.pack import Row
 from tonnage.train import checkpoint, loop, probes
@@ -275,12 +275,13 @@ def train_three(folder, strategy, *overrides):
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero2", "zero3", "fsdp"])
 @pytest.mark.parametrize("adapter", [pytest.param("full", marks=pytest.mark.slow), "lora"])
-def test_activation_checkpointing_changes_nothing(pools, tiny_folder, strategy, adapter):
-    plain = pools(2).run(train_three, tiny_folder, strategy, f"adapter={adapter}")[0]
-    for how in (["full"], ["selective", "model.checkpoint_every_layers=2", "model.checkpoints_on_host=true"]):
-        again = pools(2).run(train_three, tiny_folder, strategy, f"adapter={adapter}",
-                             *(f"model.activation_checkpointing={word}" if word in ("full", "selective") else word
-                               for word in how))[0]
+def test_activation_checkpointing_changes_nothing(pools, tmp_path, strategy, adapter):
+    folder = make_model(tmp_path, hidden=128)  # wide enough for selective checkpointing to keep products
+    words = (strategy, f"adapter={adapter}", "optimizer.learning_rate=0.001")
+    plain = pools(2).run(train_three, folder, *words)[0]
+    for how in (["model.activation_checkpointing=full"], ["model.activation_checkpointing=selective"],
+                ["model.activation_checkpointing=selective", "model.checkpoint_every_layers=2"]):
+        again = pools(2).run(train_three, folder, *words, *how)[0]
         assert again[0] == pytest.approx(plain[0], rel=1e-6), how
         assert furthest(again[1], plain[1]) < 1e-5, how
 
@@ -358,9 +359,12 @@ def test_the_probe_tells_isolated_samples_from_leaking_ones(pools, tiny_folder):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_compiled_layers_learn_the_same(pools, tiny_folder, strategy):
-    losses, weights = pools(2).run(train_three, tiny_folder, strategy, "adapter=lora")[0]
-    found_losses, found = pools(2).run(train_three, tiny_folder, strategy, "adapter=lora", "model.compile=true")[0]
+@pytest.mark.parametrize("checkpointing", ["none", "selective"])
+def test_compiled_layers_learn_the_same(pools, tmp_path, strategy, checkpointing):
+    folder, words = make_model(tmp_path, hidden=128), (strategy, "adapter=lora", "optimizer.learning_rate=0.001")
+    losses, weights = pools(2).run(train_three, folder, *words)[0]
+    found_losses, found = pools(2).run(train_three, folder, *words, "model.compile=true",
+                                       f"model.activation_checkpointing={checkpointing}")[0]
     assert found_losses == pytest.approx(losses, rel=1e-4)
     assert furthest(found, weights) < 1e-3
 

@@ -184,7 +184,8 @@ def compute_s(job: Job, gpu: Gpu, base_bytes: float = 2.0) -> tuple[float, float
 
 
 def _calls(counted, job):
-    return counted["none"] + job.computed_again * (counted[job.checkpointing] - counted["none"])
+    again = counted["full" if job.compile else job.checkpointing]  # a compiled layer asks nothing while it runs
+    return counted["none"] + job.computed_again * (again - counted["none"])
 
 
 def _cast_bytes(job):
