@@ -29,8 +29,10 @@ def test_two_ranks_that_share_rows_learn_what_the_reference_learns(matrix, strat
     assert within(worst, TOLERANCE), worst
 
 
-@pytest.mark.parametrize("overrides", [SHARED[:1], (SHARED[0], "train.loss=plain"), (SHARED[0], "batch.micro_rows=7")])
-def test_without_checkpointing_with_the_plain_loss_and_in_one_micro_batch(matrix, overrides):
+@pytest.mark.parametrize("overrides", [SHARED[:1], (SHARED[0], "train.loss=plain"),
+                                       (SHARED[0], "model.activation_checkpointing=selective"),
+                                       (SHARED[0], "batch.micro_rows=7")])
+def test_other_checkpointing_the_plain_loss_and_one_micro_batch(matrix, overrides):
     worst = matrix.cell(2, "fsdp", "lora", 1, optimizers=("sgd",), overrides=overrides)
     assert within(worst, TOLERANCE), worst
 
