@@ -77,12 +77,12 @@ def reference(folder: str, adapter: str, optimizer: str) -> dict:
     return {"losses": losses, "norms": norms, "updates": {n: p.detach() - before[n] for n, p in trained.items()}}
 
 
-def train_cell(folder, strategy, adapter, optimizer, micro, precision="fp32", fault=None) -> dict:
+def train_cell(folder, strategy, adapter, optimizer, micro, precision="fp32", fault=None, overrides=()) -> dict:
     """The same by the real loop, on one rank of the pool."""
     from tonnage.train import loop
 
     config = config_for(strategy, f"adapter={adapter}", f"optimizer={optimizer}", f"precision={precision}",
-                        f"optimizer.learning_rate={RATES[optimizer]}", f"batch.micro_rows={micro}")
+                        f"optimizer.learning_rate={RATES[optimizer]}", f"batch.micro_rows={micro}", *overrides)
     s = open_tiny(config, folder)
     undo = plant(s, fault) if fault else lambda: None
     try:
@@ -154,11 +154,12 @@ class Matrix:
         return self.references[adapter, optimizer]
 
     def cell(self, world: int, strategy: str, adapter: str, micro: int, precision: str = "fp32", fault: str | None = None,
-             optimizers=("sgd", "adamw")) -> dict[str, float]:
+             optimizers=("sgd", "adamw"), overrides=()) -> dict[str, float]:
         """Deviations of one cell, over all its optimizers."""
         worst = {}
         for optimizer in optimizers:
-            ranks = self.pools[world].run(train_cell, self.folder, strategy, adapter, optimizer, micro, precision, fault)
+            ranks = self.pools[world].run(train_cell, self.folder, strategy, adapter, optimizer, micro, precision,
+                                          fault, overrides)
             for result in ranks:
                 for name, value in deviations(result, self.expected(adapter, optimizer), optimizer).items():
                     worst[name] = max(worst.get(name, 0.0), value)

@@ -18,6 +18,7 @@ from pool import Pool
 
 from tonnage.config.compose import compose_config
 from tonnage.config.rules import resolve_layout
+from tonnage.models.slices import Slices
 from tonnage.runtime.logs import quiet_libraries
 from tonnage.trace.tracker import PHASES, Tracker
 from tonnage.trace.window import book_fsdp, full_batch, loss_phase, tracked_window
@@ -75,7 +76,8 @@ def measure(strategy: str, adapter: str, folder: str, overrides=()) -> dict:
     engine = make_engine(config, layout.strategy, layout.gpus_per_node, layout.cut, torch.device("cpu"))
     engine.prepare(engine_parts(config, folder, "sdpa"))
     head = LossHead(engine.model, config.train.loss, config.train.loss_chunk_tokens)
-    batches = [full_batch(layout.cut.micro_rows, config.data.seq_tokens) for _ in range(2)]
+    slices = Slices.over(layout.sequence_gpus, config.cluster.timeout_s)
+    batches = [full_batch(layout.cut.micro_rows, -(-config.data.seq_tokens // slices.count)) for _ in range(2)]
     tracker = Tracker()
 
     def note(_=None):
@@ -86,7 +88,7 @@ def measure(strategy: str, adapter: str, folder: str, overrides=()) -> dict:
             module.register_forward_pre_hook(lambda module, _: tracker.book_all(
                 (p.data for p in module.parameters(recurse=False)), "gathered weights"))
     gc.collect()
-    with tracker, loss_phase(tracker, head):
+    with tracker, loss_phase(tracker, head), slices.held():
         for tensor in _tensors():
             if tensor.untyped_storage()._cdata not in before:
                 tracker.book(tensor)

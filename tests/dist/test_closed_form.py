@@ -56,7 +56,11 @@ SHAPES = [("llama8b", {}, ["adapter=full"]), ("qwen7b", {}, ["adapter=lora"]),
                ["adapter.quantise=fp8", "adapter.targets=[all-linear,experts]"]))),
           ("deepseek671b", {"first_k_dense_replace": 1}, ["adapter.quantise=fp8", "adapter.targets=[all-linear,experts]",
                                                           "strategy.expert_gpus=8"]),
-          ("qwen235b", {}, ["adapter=full", "strategy.expert_gpus=4"])]
+          ("qwen235b", {}, ["adapter=full", "strategy.expert_gpus=4"]),
+          ("llama8b", {}, ["adapter=lora", "data.seq_tokens=8192", "strategy.sequence_gpus=4"]),
+          pytest.param("llama8b", {}, ["adapter=full", "data.seq_tokens=8192", "strategy.sequence_gpus=8", "batch.micro_rows=1",
+                                       "model.activation_checkpointing=none"], marks=pytest.mark.slow),
+          ("deepseek671b", {"first_k_dense_replace": 1}, ["adapter=lora", "data.seq_tokens=16384", "strategy.sequence_gpus=8"])]
 
 
 @pytest.mark.parametrize(("name", "changed", "overrides"), SHAPES)

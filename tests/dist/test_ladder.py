@@ -15,11 +15,16 @@ from tonnage.train import loop
 LIMITS = {"loss": 1e-5, "norm": 2e-5, "sgd": 1e-4}
 KINDS = {"full": ("full", "none"), "lora": ("lora", "none"), "fp8": ("lora", "fp8"), "nf4": ("qlora", "nf4")}
 EXPERT_PARALLEL = ("strategy.expert_gpus=2",)
+SHARED_ROWS = ("strategy.sequence_gpus=2", "model.activation_checkpointing=full")
 # strategy, ranks, rows of a micro-batch, more keys; of other families than DeepSeek-V3 some cells are slow tests
 LAYOUTS = [("zero3", 1, 3, ()), ("zero3", 2, 2, ()), ("fsdp", 1, 3, ()), ("fsdp", 2, 2, ()), ("fsdp", 2, 1, EXPERT_PARALLEL)]
 CELLS = [pytest.param(family, kind, *layout, marks=() if family == "deepseek_v3" or (
     layout[1] == 2 and kind == {"qwen3_moe": "nf4", "mixtral": "lora"}[family]) else pytest.mark.slow)
          for family in ("deepseek_v3", "qwen3_moe", "mixtral") for kind in KINDS for layout in LAYOUTS]
+CELLS += [("deepseek_v3", "lora", "fsdp", 2, 2, SHARED_ROWS), ("qwen3_moe", "lora", "fsdp", 2, 2, SHARED_ROWS),
+          pytest.param("deepseek_v3", "full", "zero3", 2, 1, SHARED_ROWS, marks=pytest.mark.slow),
+          ("deepseek_v3", "fp8", "fsdp", 2, 2, EXPERT_PARALLEL + SHARED_ROWS),
+          pytest.param("qwen3_moe", "full", "fsdp", 2, 1, EXPERT_PARALLEL + SHARED_ROWS, marks=pytest.mark.slow)]
 
 
 @pytest.fixture(scope="session")
@@ -130,7 +135,7 @@ def balanced(folder, strategy, micro, adapter, *overrides):
 
 @pytest.mark.parametrize("strategy, world, micro, overrides", [
     ("fsdp", 1, 1, ()), ("fsdp", 2, 2, ()), ("fsdp", 2, 1, EXPERT_PARALLEL), ("zero3", 2, 3, ()),
-    ("fsdp", 2, 2, ("model.activation_checkpointing=full",))])
+    ("fsdp", 2, 2, ("model.activation_checkpointing=full",)), ("fsdp", 2, 2, SHARED_ROWS)])
 @pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_moe"])
 def test_balancing_does_not_depend_on_the_cut(pools, families, family, strategy, world, micro, overrides):
     options = ["train.router_aux_loss=0.5", *(["train.router_bias_rate=0.01"] if family == "deepseek_v3" else [])]

@@ -23,7 +23,7 @@ def traced(strategy, adapter, folder, ranks, *overrides, device="cuda"):
 
 
 @pytest.mark.parametrize(("strategy", "adapter", "overrides"), [
-    ("fsdp", "lora", ()),
+    ("fsdp", "lora", ()), ("fsdp", "lora", ("strategy.sequence_gpus=2",)),
     pytest.param("fsdp", "full", ("train.loss=plain", "model.activation_checkpointing=none"), marks=pytest.mark.slow),
     pytest.param("ddp", "full", (), marks=pytest.mark.slow)])
 def test_a_trace_is_what_a_real_step_allocates(pools, folder, strategy, adapter, overrides):

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from tonnage.config.compose import compose_config
 from tonnage.config.rules import resolve_layout
 from tonnage.data.pack import Row
+from tonnage.models.slices import Slices
 from tonnage.report.console import StepProgress
 from tonnage.train import checkpoint
 from tonnage.train.loss import LossHead
@@ -23,13 +24,13 @@ from tonnage.train.source import PreparedSource
 NUM_ROWS, GLOBAL_ROWS = 16, 7  # windows of 7, 7 and 2 rows
 
 
-def make_model(folder: Path, tied: bool = False, hidden: int = 32) -> str:
+def make_model(folder: Path, tied: bool = False, hidden: int = 32, kv_heads: int = 2) -> str:
     """A Llama of 2 layers with random weights, saved as a Hugging Face folder."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
     config = LlamaConfig(vocab_size=96, hidden_size=hidden, intermediate_size=2 * hidden, num_hidden_layers=2,
-                         num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128, tie_word_embeddings=tied,
+                         num_attention_heads=4, num_key_value_heads=kv_heads, max_position_embeddings=128, tie_word_embeddings=tied,
                          initializer_range=0.2)
     LlamaForCausalLM(config).save_pretrained(folder)
     return str(folder)
@@ -102,6 +103,7 @@ def open_tiny(config, folder: str, rows=None, run_folder: Path | None = None, gr
         peak_rate=peak_learning_rate(config.optimizer, config.adapter.name, layout.cut.global_rows), attempt=1,
         metrics=Recorder(), progress=StepProgress(num_steps, 0, show=False),
         stop=SimpleNamespace(asked=lambda look: 0, reason=lambda asked: "asked"),
+        slices=Slices.over(layout.sequence_gpus, 120.0),
         # nothing to save: the loop takes the last step as saved already
         last_saved=num_steps if run_folder is None else None)
 

@@ -68,3 +68,13 @@ def test_eager_attention_holds_the_square_of_the_sequence():
     assert saved(2048, True) == pytest.approx(2 * saved(1024, True))
     squares = [saved(tokens, False) - saved(tokens, True) for tokens in (1024, 2048)]
     assert squares[1] > 3.5 * squares[0]
+
+
+def test_where_rows_are_shared_a_layer_saves_what_has_travelled():
+    a = MODELS["llama8b"].architecture  # 32 heads of 128, 8 of keys
+    plain, shared, repeated = (layer_tape(a, 0, 1, 256, Style(trains_base=False, sequence_gpus=count))
+                               for count in (1, 8, 16))
+    assert play(shared, "x").saved == play(plain, "x").saved  # queries, keys, values, what is attended: of as many numbers
+    assert shared.sizes["self_attn.k_proj.rope.travelled"] == 256 * 8 * 128 * 2
+    assert repeated.sizes["self_attn.v_proj.repeated.travelled"] == 256 * 16 * 128 * 2
+    assert play(repeated, "x").saved == play(plain, "x").saved + 2 * 256 * 8 * 128 * 2

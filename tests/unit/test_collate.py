@@ -1,6 +1,7 @@
 """Rows to tensors: what is learnt at which position, padding, empty micro-batches, the flat layout."""
 
 import numpy as np
+import pytest
 import torch
 
 from tonnage.data.collate import collate
@@ -71,3 +72,28 @@ def test_tensors_are_int64_and_move_with_their_counts():
     for one in (batch, moved):
         assert {t.dtype for t in (one.input_ids_BT, one.position_ids_BT, one.label_index_N, one.targets_N)} == {torch.int64}
     assert (moved.num_input_tokens, moved.num_label_tokens) == (2, 1)
+
+
+@pytest.mark.parametrize("num_slices", [2, 3, 4, 8])
+def test_slices_laid_side_by_side_are_the_rows(num_slices):
+    rows = [row([5, 6, 7, 8, 9], [5, -100, 7, 8, 9]), row([1, 2], [-100, 2]), row(range(11), range(11))]
+    whole, parts = collate(rows, PAD), [collate(rows, PAD, False, number, num_slices) for number in range(num_slices)]
+    width = -(-11 // num_slices)
+    assert all(part.input_ids_BT.shape == (3, width) for part in parts)
+    ids, positions = (torch.cat([getattr(part, name) for part in parts], 1) for name in ("input_ids_BT", "position_ids_BT"))
+    assert torch.equal(ids[:, :11], whole.input_ids_BT) and (ids[:, 11:] == PAD).all()
+    assert positions.tolist() == [list(range(width * num_slices))] * 3
+    shifted = {(i, number * width + position): target for number, part in enumerate(parts)
+               for (i, position), target in learnt(part).items()}
+    assert shifted == learnt(whole)  # the last token of a slice learns the first of the next
+    for name in ("num_input_tokens", "num_label_tokens"):
+        assert sum(getattr(part, name) for part in parts) == getattr(whole, name)
+    assert [sum(tokens) for tokens in zip(*(part.row_tokens for part in parts), strict=True)] == [5, 2, 11]
+    real = torch.cat([part.row_of_tokens().view(3, -1) for part in parts], 1)[:, :11]
+    assert real.tolist() == whole.row_of_tokens().view(3, -1).tolist()
+
+
+def test_a_dummy_row_has_slices_too():
+    parts = [collate([], PAD, False, number, 3) for number in range(3)]
+    assert [part.position_ids_BT.tolist() for part in parts] == [[[0, 1]], [[2, 3]], [[4, 5]]]
+    assert all(part.num_label_tokens == len(part.targets_N) == 0 and part.row_tokens == () for part in parts)

@@ -2,11 +2,12 @@
 
 import dataclasses
 import math
+import re
 
 import pytest
 import yaml
 
-from tonnage.config.compose import compose_config
+from tonnage.config.compose import ROOT, compose_config
 from tonnage.data.windows import cut_window
 from tonnage.errors import ConfigError
 from tonnage.facts.gpus import GPUS
@@ -146,6 +147,40 @@ def test_a_remedy_changes_no_more_than_another_that_is_nearly_as_fast():
     for one in advice:
         assert not [other for other in advice if set(other.changed) < set(one.changed)
                     and GAIN * other.tokens_per_s >= one.tokens_per_s]
+
+
+LONG = ("model=llama8b", "adapter=full", "gpu=h100", "gpus=8", "strategy=fsdp", "data.seq_tokens=131072",
+        "batch.global_rows=8")
+
+
+def test_gpus_that_share_a_row_hold_its_slices_and_are_offered_where_a_row_does_not_fit():
+    config, alone = planned(*LONG)
+    assert alone.verdict == DOES_NOT_FIT and alone.job.micro_tokens == 131072
+    advice = {one.override: one for one in remedies(config, alone)}
+    one = advice["strategy.sequence_gpus=8"]
+    _, together = planned(*LONG, *one.override.split())
+    assert together.verdict == FITS and together.memory.peak_bytes / GIB == pytest.approx(one.peak_gib)
+    assert (together.job.micro_tokens, together.layout.shares, together.layout.cut.accumulation_steps) == (16384, 1, 8)
+    assert together.job.step_tokens == alone.job.step_tokens == 8 * 131072
+    assert "8 rows of 131,072 tokens: 1 x 1 rows x 8 accumulation steps, each row shared by 8 GPUs" in text.describe(
+        config, together)
+    fitting = {one.override for one in search(config, alone, extremes=True).fitting}
+    shared = [words for words in fitting if "strategy.sequence_gpus=8" in words]
+    assert shared and not fitting & {" ".join(word for word in words.split() if "sequence_gpus" not in word)
+                                     for words in shared}
+    with pytest.raises(ConfigError, match="sequence_gpus=3: must divide the 32 attention heads of the model; try 1"):
+        planned("model=llama8b", "gpu=h100", "gpus=6", "strategy.sequence_gpus=3")
+
+
+def test_the_page_of_long_rows_says_what_the_planner_says():
+    page = (ROOT / "docs" / "long_sequences.md").read_text()
+    words, = re.findall(r"`python launch/plan.py (.*?)` with", page)
+    rows = re.findall(r"^\| `(.*?)` \| (.*?) \| (.*?) \| (.*?) \| (.*?) \|$", page, re.MULTILINE)
+    assert len(rows) == 9
+    for more, *told in rows:
+        _, plan = planned(*words.split(), *more.split())
+        assert told == [f"{plan.memory.peak_bytes / GIB:.1f}", f"{plan.share:.0%}", plan.verdict,
+                        f"{plan.speed.tokens_per_s:,.0f}"], more
 
 
 def test_unknown_arithmetic_gives_no_speed_and_unknown_prices_no_cost():

@@ -8,7 +8,7 @@ import pytest
 
 from tonnage.config.batch import resolve_batch
 from tonnage.config.compose import compose_config, schema_fields
-from tonnage.config.rules import check_fork, check_resume, freeze, resolve_layout
+from tonnage.config.rules import check_fork, check_resume, freeze, resolve_layout, slicing_obstacle
 from tonnage.errors import ConfigError
 from tonnage.facts.models import MODELS
 
@@ -87,6 +87,15 @@ def test_the_cut_is_that_of_the_number_of_gpus_and_of_the_row_length():
     (["strategy=zero3", "strategy.hpz_gpus=6"], {"gpus": 16},
      ["strategy.hpz_gpus=6: must divide the 8 GPUs of a node; try 4"]),
     (["batch.global_rows=128", "batch.micro_rows=2", "accumulation=3"], {}, ["batch.accumulation_steps=3", "nearest"]),
+    (["strategy.sequence_gpus=3"], {"gpus": 8}, ["strategy.sequence_gpus=3: must divide gpus=8; try 2"]),
+    (["model=llama7b", "strategy.sequence_gpus=2", "model.attention=flash"], {"gpus": 2},
+     ["model.attention=flash: not with strategy.sequence_gpus=2", "use model.attention=sdpa"]),
+    (["model=llama7b", "strategy.sequence_gpus=2", "data.packing=true"], {"gpus": 2},
+     ["data.packing=true: not with strategy.sequence_gpus=2", "use data.packing=false, or strategy.sequence_gpus=1"]),
+    (["model=llama7b", "strategy.sequence_gpus=2", "model.compile=true", "strategy=fsdp"], {"gpus": 2},
+     ["model.compile=true: not with strategy.sequence_gpus=2"]),
+    (["model=smollm2_135m", "strategy.sequence_gpus=2"], {"gpus": 2},
+     ["strategy.sequence_gpus=2: must divide the 9 attention heads of the model; try 1"]),
 ])
 def test_a_broken_rule_is_named_with_the_next_step(overrides, machine, expected):
     message = refusal(*overrides, **machine)
@@ -105,10 +114,32 @@ def test_a_broken_rule_is_named_with_the_next_step(overrides, machine, expected)
     (["model.new_tokens=['<a>']"], {}), (["adapter=full", "model.new_tokens=['<a>']"], {}),
     (["model=llama7b", "data.seq_tokens=4096"], {}), (["strategy=hsdp", "strategy.shard_gpus=4"], {"gpus": 16}),
     (["strategy=zero3", "strategy.hpz_gpus=8"], {"gpus": 16}),
+    (["model=llama7b", "strategy.sequence_gpus=8", "model.attention=sdpa"], {"gpus": 16}),
     (["strategy=hsdp"], {"gpus": 16}), (["model=custom", "model.path=x", "data.seq_tokens=1000000"], {}),
 ])
 def test_the_same_without_the_fault_is_accepted(overrides, machine):
     assert layout(*overrides, **machine).gpus == machine.get("gpus", 1)
+
+
+def test_gpus_that_share_rows_have_one_share_of_them():
+    found = layout("model=llama7b", "strategy.sequence_gpus=4", "data.seq_tokens=4096", gpus=8)
+    assert (found.shares, found.cut.micro_rows, found.cut.accumulation_steps) == (2, 4, 16)  # 4,096 tokens a GPU
+    assert layout("model=llama7b", gpus=8).shares == 8
+    message = refusal("model=llama7b", "strategy.sequence_gpus=4", "batch.global_rows=8", "batch.micro_rows=1",
+                      "accumulation=1", gpus=8)
+    assert "8 rows on 8 GPUs, 4 to a row, are up to 4 rows" in message and "batch.global_rows=2 " in message
+
+
+def test_what_looks_at_whole_rows_is_an_obstacle():
+    settings = {"num_attention_heads": 8, "sliding_window": 4096, "rope_parameters": {"rope_type": "yarn"}}
+    assert slicing_obstacle(settings, 2, 4096) is None
+    assert slicing_obstacle(settings | {"use_sliding_window": False}, 2, 8192) is None
+    for changed, seq_tokens, told in (
+            ({}, 4097, "attends within 4096 tokens"), ({"attention_chunk_size": 512}, 1024, "attends within 512 tokens"),
+            ({"num_attention_heads": 9}, 128, "must divide the 9 attention heads of the model; try 1"),
+            ({"rope_scaling": {"type": "dynamic"}}, 128, "(dynamic)"),
+            ({"rope_parameters": {"full_attention": {"rope_type": "longrope"}}}, 128, "(longrope)")):
+        assert told in slicing_obstacle(settings | changed, 2, seq_tokens)
 
 
 def test_every_broken_rule_is_named_at_once():

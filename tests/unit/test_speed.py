@@ -14,10 +14,12 @@ from tonnage.plan.speed import (
     bus_s,
     communication_bytes,
     compare,
+    compute_s,
     cost_usd,
     energy_kwh,
     flops_per_token,
     generation_of,
+    heads_bytes,
     is_fitted,
     step_time,
     summary,
@@ -101,6 +103,25 @@ def test_what_hides_and_what_does_not():
     assert pcie.exposed_s == pytest.approx(pcie.communication_s)
     ddp = step_time(llama(strategy="ddp", shard_gpus=1, accumulation_steps=4), H100)
     assert ddp.exposed_s == ddp.communication_s == pytest.approx(bus_s(8 * 6738415616, 8, llama(), H100, 50))
+
+
+def test_heads_travel_there_and_back_in_each_pass():
+    # 2 heads of 4 for queries and what is attended; the one of keys and values twice, once a GPU: 8 x 4 numbers a token
+    shared = job(sequence_gpus=2)
+    assert (shared.micro_tokens, heads_bytes(job()), heads_bytes(shared)) == (5, 0, 2 * 2 * 5 * 32 * 2)
+    assert heads_bytes(job(sequence_gpus=2, checkpointing="full")) == 3 * 2 * 5 * 32 * 2
+    v3 = MODELS["deepseek671b"].architecture  # 128 heads, queries and keys 192 wide, values 128
+    assert heads_bytes(job(sequence_gpus=2, architecture=v3)) == 2 * 2 * 5 * 128 * 2 * (192 + 128) * 61
+    one, node, two = (step_time(llama(gpus=16, shard_gpus=16, sequence_gpus=count), H100) for count in (1, 8, 16))
+    apart = 2 * 3 * 512 * 4 * 4096 * 32 * 7 / 8 / 360e9  # seven eighths of 512 tokens by NVLink, which nothing hides
+    assert node.communication_s - one.communication_s == pytest.approx(apart) and node.exposed_s > apart
+    assert two.exposed_s >= 2 * 3 * 256 * 4 * 4096 * 32 * 15 / 16 / 40e9  # each GPU by its own port
+
+
+def test_gpus_that_share_rows_do_the_work_of_whole_rows_together():
+    alone, shared = (compute_s(llama(seq_tokens=65536, sequence_gpus=count), H100) for count in (1, 4))
+    assert sum(shared) == pytest.approx(sum(alone) / 4, rel=1e-3)
+    assert flops_per_token(llama(sequence_gpus=4)) == flops_per_token(llama())
 
 
 # ---- the step

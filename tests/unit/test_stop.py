@@ -118,3 +118,7 @@ def test_another_cut_of_the_same_windows_is_told():
         "4 ranks x 2 rows x 16 steps, was 2 x 4 x 16; the global batch is 128 rows as before")
     assert layout_change(layout(2, 4, None, None, 9000), layout(1, 4, None, None, 9000)) == (
         "1 rank x 4 rows, was 2 x 4; the global batch is up to 9,000 tokens as before")
+    shared = layout(4, 2, 32) | {"sequence_gpus": 2}
+    assert layout_change(layout(4, 2, 16), shared) == (
+        "4 ranks x 2 rows x 32 steps, 2 to a row, was 4 x 2 x 16; the global batch is 128 rows as before")
+    assert layout_change(shared, shared) is None

@@ -1,5 +1,6 @@
 """Rules across sections, and what `auto` stands for once the machine is known."""
 
+import math
 import re
 from dataclasses import asdict, dataclass, replace
 
@@ -16,6 +17,9 @@ CHANGEABLE = ("gpus", "device", "cpu_threads", "dry_run", "batch.micro_rows", "b
               "model.checkpoint_every_layers", "model.checkpoints_on_host", "train.loss", "train.loss_chunk_tokens",
               "train.audit", "train.max_nonfinite_steps", "checkpoint.", "tracker.", "cluster.", "gpu.", "plan.",
               "eval.", "run.", "data.cache")
+# keys of a config.json for the tokens that attention reaches back, and kinds of rotary embeddings that look at the row
+WINDOWS = ("sliding_window", "attention_chunk_size", "window_size")
+MOVING_ROPES = {"dynamic", "longrope", "su"}
 
 
 @dataclass(frozen=True)
@@ -27,6 +31,12 @@ class Layout:
     device: str
     strategy: str
     cut: BatchCut
+    sequence_gpus: int = 1
+
+    @property
+    def shares(self) -> int:
+        """Into how many the rows of a window are dealt: GPUs, or groups of them that share each row."""
+        return self.gpus // self.sequence_gpus
 
 
 def resolve_layout(config: Config, gpus: int, device: str, local_gpus: int, under_deepspeed: bool) -> Layout:
@@ -46,7 +56,9 @@ def resolve_layout(config: Config, gpus: int, device: str, local_gpus: int, unde
     faults = _broken_rules(config, gpus, per_node, device, strategy)
     if faults:
         raise ConfigError("\n".join(faults))
-    return Layout(gpus, per_node, device, strategy, resolve_batch(config.batch, gpus, config.data.seq_tokens))
+    together = config.strategy.sequence_gpus
+    cut = resolve_batch(config.batch, gpus, config.data.seq_tokens, together)
+    return Layout(gpus, per_node, device, strategy, cut, together)
 
 
 def _broken_rules(config, gpus, per_node, device, strategy):
@@ -129,7 +141,7 @@ def _broken_rules(config, gpus, per_node, device, strategy):
          "adapter.targets: the head is trained whole where model.new_tokens are added; leave it out"),
     ]
     faults += [text for broken, text in rules if broken]
-    faults += _model_rules(config) + _shard_rules(config, gpus, per_node, strategy)
+    faults += _model_rules(config) + _shard_rules(config, gpus, per_node, strategy) + _sequence_rules(config, gpus)
     return faults
 
 
@@ -142,11 +154,12 @@ def _model_rules(config):
     facts = MODELS.get(config.model.name)
     if facts is None:
         return []
-    longest = facts.architecture.max_positions_tokens
+    longest, together = facts.architecture.max_positions_tokens, config.strategy.sequence_gpus
     if config.data.seq_tokens > longest:
         return [f"data.seq_tokens={config.data.seq_tokens}: {config.model.name} has positions for {longest:,} tokens; "
                 f"use at most that"]
-    return []
+    obstacle = slicing_obstacle(facts.hf_config, together, config.data.seq_tokens) if together > 1 else None
+    return [] if obstacle is None else [f"strategy.sequence_gpus={together}: {obstacle}"]
 
 
 def shard_gpus(config: Config, strategy: str, gpus: int, per_node: int) -> int:
@@ -181,6 +194,45 @@ def _shard_rules(config, gpus, per_node, strategy):
     if gpus % shard:
         return [f"strategy.shard_gpus={shard}: must divide gpus={gpus}; try {_divisor(gpus, min(shard, gpus))}"]
     return []
+
+
+def _sequence_rules(config, gpus):
+    together, model = config.strategy.sequence_gpus, config.model
+    if together == 1:
+        return []
+    where = f"strategy.sequence_gpus={together}"
+    rules = [
+        (gpus % together != 0, f"{where}: must divide gpus={gpus}; try {_divisor(gpus, min(together, gpus))}"),
+        (model.attention not in ("auto", "sdpa"),
+         f"model.attention={model.attention}: not with {where}, where heads travel to sdpa; use model.attention=sdpa"),
+        (config.data.packing,
+         f"data.packing=true: not with {where} (a rank sees a slice of a row, and the mask of its samples takes all); "
+         f"use data.packing=false, or strategy.sequence_gpus=1"),
+        (model.compile, f"model.compile=true: not with {where} (not tested); use model.compile=false")]
+    return [text for broken, text in rules if broken]
+
+
+def slicing_obstacle(settings: dict, sequence_gpus: int, seq_tokens: int) -> str | None:
+    """Why the tokens of a row cannot be shared by `sequence_gpus`, with the next step, or None.
+
+    Args:
+        settings: the keys of a config.json, of its text model.
+    """
+    heads = settings["num_attention_heads"]
+    if heads % sequence_gpus:
+        return f"must divide the {heads} attention heads of the model; try {math.gcd(heads, sequence_gpus)}"
+    windows = [settings[name] for name in WINDOWS if settings.get(name)] if settings.get("use_sliding_window", True) else []
+    if windows and min(windows) < seq_tokens:
+        return (f"the model attends within {min(windows)} tokens, and data.seq_tokens={seq_tokens}: the mask of a window "
+                f"takes whole rows; use strategy.sequence_gpus=1, or data.seq_tokens={min(windows)}")
+    # frequencies by the largest position that a rank sees
+    ropes = [settings.get(name) or {} for name in ("rope_parameters", "rope_scaling")]
+    kinds = {part.get("rope_type", part.get("type")) for rope in ropes for part in (rope, *rope.values())
+             if isinstance(part, dict)}
+    if moving := kinds & MOVING_ROPES:
+        return (f"its rotary embeddings ({min(moving)}) depend on the length of a row, of which a rank sees a slice; use "
+                f"strategy.sequence_gpus=1")
+    return None
 
 
 def hang_s(config: Config) -> float:

@@ -112,6 +112,8 @@ class Strategy:
                                 "travel, nothing of an expert is gathered among them; 1: experts are sharded as the rest")
     hpz_gpus: Count = key(1, "zero3: GPUs of a node that hold a second copy of the weights among them, from which they are "
                              "gathered again until a step changes them (ZeRO++'s hpZ); 1: none")
+    sequence_gpus: Count = key(1, "GPUs that share the tokens of each row: each holds a slice, and heads travel for "
+                                  "attention; 1: each has rows of its own")
     extra: dict[str, Any] = key({}, "raw DeepSpeed keys, added to the generated JSON; may not contradict it")
 
 

@@ -1,6 +1,6 @@
 """Rows to the tensors of one micro-batch.
 
-Shapes: B rows, T tokens of the longest row, N label tokens of the micro-batch.
+Shapes: B rows, T tokens of the longest row or of a slice of it, N label tokens of the micro-batch.
 
 Padding is on the right and no attention mask is made: under a causal mask no real token sees what follows it. (In
 transformers 5.24, samples of a packed row are isolated by positions only where attention_mask is None and use_cache is
@@ -18,7 +18,7 @@ import torch
 class MicroBatch:
     """One forward. `label_index_N` points into the flattened [B*T] positions whose next token is learnt.
 
-    `row_tokens`: tokens of each row, without padding.
+    `row_tokens`: tokens of each row, without padding. Of slices all is of the slice, but positions are those in the row.
     """
 
     input_ids_BT: torch.Tensor
@@ -45,23 +45,25 @@ class MicroBatch:
         return MicroBatch(*moved, self.num_input_tokens, self.num_label_tokens, self.row_tokens)
 
 
-def collate(rows: Sequence, pad_token: int, flat: bool = False) -> MicroBatch:
-    """A micro-batch of `rows` (`tokens`, `labels`, `positions`, each int[t]).
+def collate(rows: Sequence, pad_token: int, flat: bool = False, number: int = 0, num_slices: int = 1) -> MicroBatch:
+    """A micro-batch of `rows` (`tokens`, `labels`, `positions`, each int[t]), or slice `number` of each of its rows.
 
     An empty list gives a dummy row without labels, weight zero: a rank without rows runs it so that collectives stay
     in step. `flat` lays all rows end to end in one row without padding (attention kernels that take their sequence
-    borders from positions, such as flash attention).
+    borders from positions, such as flash attention). Rows that are sliced are padded to a multiple of `num_slices`; the
+    slices of a micro-batch are of one width, and one may hold padding alone.
     """
     if not rows:
-        zeros = np.zeros(2, np.int64)
-        batch = _tensors(zeros[None], np.arange(2)[None], np.full((1, 2), -100))
+        zeros = np.zeros((1, 2 * num_slices), np.int64)
+        batch = _tensors(zeros, np.arange(2 * num_slices)[None], zeros - 100, slice(2 * number, 2 * number + 2))
         return MicroBatch(*batch, num_input_tokens=0, num_label_tokens=0)
-    num_tokens = sum(len(row.tokens) for row in rows)
     if flat:
         ids, positions, labels = (np.concatenate([getattr(row, name) for row in rows]).astype(np.int64)[None]
                                   for name in ("tokens", "positions", "labels"))
+        batch, tokens = _tensors(ids, positions, labels, slice(None)), [len(row.tokens) for row in rows]
     else:
-        longest = max(len(row.tokens) for row in rows)
+        width = -(-max(len(row.tokens) for row in rows) // num_slices)
+        longest = width * num_slices
         ids = np.full((len(rows), longest), pad_token, np.int64)
         labels = np.full((len(rows), longest), -100, np.int64)
         positions = np.zeros((len(rows), longest), np.int64)
@@ -70,15 +72,17 @@ def collate(rows: Sequence, pad_token: int, flat: bool = False) -> MicroBatch:
             ids[i, :size], labels[i, :size], positions[i, :size] = row.tokens, row.labels, row.positions
             # counting on keeps one causal segment a row, for which attention needs no mask at all
             positions[i, size:] = row.positions[-1] + 1 + np.arange(longest - size)
-    batch = _tensors(ids, positions, labels)
-    return MicroBatch(*batch, num_input_tokens=num_tokens, num_label_tokens=len(batch[-1]),
-                      row_tokens=tuple(len(row.tokens) for row in rows))
+        part = slice(number * width, (number + 1) * width)
+        batch = _tensors(ids, positions, labels, part)
+        tokens = [min(max(len(row.tokens) - part.start, 0), width) for row in rows]
+    return MicroBatch(*batch, num_input_tokens=sum(tokens), num_label_tokens=len(batch[-1]), row_tokens=tuple(tokens))
 
 
-def _tensors(ids_BT, positions_BT, labels_BT):
+def _tensors(ids_BT, positions_BT, labels_BT, part):
     # the label of a position is the next token of its row; a row's first label has no position before it
     next_BT = np.full_like(labels_BT, -100)
     next_BT[:, :-1] = labels_BT[:, 1:]
+    ids_BT, positions_BT, next_BT = (np.ascontiguousarray(one_BT[:, part]) for one_BT in (ids_BT, positions_BT, next_BT))
     flat = next_BT.reshape(-1)
     index = np.flatnonzero(flat != -100)
     return tuple(torch.from_numpy(array) for array in (ids_BT, positions_BT, index, flat[index]))

@@ -28,12 +28,13 @@ from tonnage.models.experts import (
     tune,
 )
 from tonnage.models.quantised import QuantisedLinear, dequantise_module, field_names, quantise_module
+from tonnage.models.slices import SLICED
 from tonnage.runtime.logs import LOG
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
 FP8_NAMES = ("e4m3", "float8_e4m3fn")  # of the one type, in quantization_config.fmt
 EXPERTS = "experts"  # the word of adapter.targets for routed experts
-ATTENTION = {"sdpa": "sdpa", "flash": "flash_attention_2", "eager": "eager", "flex": "flex_attention"}
+ATTENTION = {"sdpa": "sdpa", "flash": "flash_attention_2", "eager": "eager", "flex": "flex_attention", "sliced": SLICED}
 
 
 def build_model(folder: str, model: Model, adapter: Adapter, attention: str, frozen_dtype: torch.dtype,

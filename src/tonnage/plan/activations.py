@@ -9,6 +9,7 @@ Sources: torch 2.13 derivatives.yaml for what an operation saves; arXiv 2205.051
 
 from collections import Counter
 from dataclasses import dataclass, field
+from math import gcd
 
 from tonnage.facts.architectures import Architecture
 from tonnage.facts.sizes import LEAST_KEPT_INPUTS
@@ -160,6 +161,7 @@ class Style:
         reentrant: checkpointing holds the recomputed output while it goes backward.
         stream_bytes: of one number between layers; 0 is compute_bytes.
         expert_gpus: GPUs that routed experts are spread over, to which tokens travel.
+        sequence_gpus: GPUs that share the tokens of each row, between which heads travel.
         inputs_on_host: checkpointed inputs are moved to the host, all but so many on their way; 0: they are not.
     """
 
@@ -188,10 +190,11 @@ class Style:
     stream_bytes: int = 0
     inputs_on_host: int = 0
     expert_gpus: int = 1
+    sequence_gpus: int = 1
 
 
 def layer_tape(architecture: Architecture, i: int, rows: int, seq_tokens: int, style: Style) -> Tape:
-    """The tape of layer i for `rows` rows of `seq_tokens` tokens; its input is `x`."""
+    """The tape of layer i for `rows` rows of `seq_tokens` tokens, those of this GPU; its input is `x`."""
     writer = _Writer(architecture, i, rows, seq_tokens, style)
     if style.checkpoints_parts:  # the MLP is the fullest part
         writer.mlp("x", "mlp")
@@ -337,6 +340,8 @@ class _Writer:
             if a.qk_norm:
                 q, k = self.norm(q, "q_norm", query_width), self.norm(k, "k_norm", a.num_kv_heads * a.head_dim)
             q, k = self.rope(q, query_width), self.rope(k, a.num_kv_heads * a.head_dim)
+        if self.style.sequence_gpus > 1:
+            return self.linear(self.travelled(q, k, v, query_width, value_width), "self_attn.o_proj")
         return self.linear(self.kernel(q, k, v, value_width), "self_attn.o_proj")
 
     def latent(self, x):
@@ -358,6 +363,25 @@ class _Writer:
         query = tape.add("query", self.of(heads * (a.qk_nope_head_dim + rope)), q, rotated)
         key = tape.add("key", self.of(heads * (a.qk_nope_head_dim + rope)), kv, k_rotated)
         return query, key, kv
+
+    def travelled(self, q, k, v, query_width, value_width):
+        """Attention where GPUs share rows: heads travel to all tokens of a row, and back (models/slices.py)."""
+        a, tape, count = self.a, self.tape, self.style.sequence_gpus
+        heads = a.num_heads if a.is_mla else a.num_kv_heads
+        repeats, whole = count // gcd(count, heads), []
+        widths = query_width, query_width * heads // a.num_heads, value_width * heads // a.num_heads
+        for x, width in zip((q, k, v), widths, strict=True):
+            size = self.of(width)
+            if repeats > 1 and x != q:
+                size *= repeats
+                x = tape.add(f"{x}.repeated", size, x)
+            sent = tape.add(f"{x}.sent", size, x, passes=True)
+            whole.append(tape.add(f"{x}.travelled", size, sent))
+        attended, size = self.kernel(*whole, value_width), self.of(value_width)
+        if self.rows > 1:  # tokens come first on the way
+            attended = tape.add("attended.sent", size, attended, passes=True)
+        back = tape.add("attended.back", size, attended, backward_temporary=size)
+        return tape.add("attended.whole", size, back, passes=True)
 
     def kernel(self, q, k, v, width):
         """softmax(q k^T) v; `width` is that of the output."""

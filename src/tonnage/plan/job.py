@@ -5,7 +5,7 @@ A job is made from a config (`job_of`) or from a published measurement (`plan.pu
 
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from math import ceil
+from math import ceil, gcd
 
 from tonnage.config.rules import Layout, shard_gpus
 from tonnage.config.schema import Config
@@ -27,6 +27,7 @@ class Job:
     `shard_gpus` share one copy of what the strategy shards. `accumulation_steps` is that of the busiest rank.
     `rows_per_step` are those of a whole window; 0: every micro-batch is full. `trains_embeddings`: embedding and head
     are trained beside an adapter, because tokens are new.
+    `sequence_gpus` share the tokens of each row.
     """
 
     architecture: Architecture
@@ -59,6 +60,7 @@ class Job:
     checkpoint_every_layers: int = 1
     checkpoints_on_host: bool = False
     hpz_gpus: int = 1
+    sequence_gpus: int = 1
 
     def checkpointing_of(self, i: int) -> str:
         """How layer i is checkpointed: none, selective or full."""
@@ -86,9 +88,14 @@ class Job:
             self.micro_tokens * self.architecture.hidden * self.compute_bytes)
 
     @property
+    def slice_tokens(self) -> int:
+        """Tokens of a row on one GPU: all, or a slice where `sequence_gpus` share it."""
+        return ceil(self.seq_tokens / self.sequence_gpus)
+
+    @property
     def micro_tokens(self) -> int:
         """Tokens of one micro-batch on one GPU, padding included."""
-        return self.micro_rows * self.seq_tokens
+        return self.micro_rows * self.slice_tokens
 
     @property
     def compute_bytes(self) -> int:
@@ -103,7 +110,8 @@ class Job:
     @property
     def step_tokens(self) -> int:
         """Tokens of one optimizer step over all GPUs, padding included."""
-        return self.seq_tokens * (self.rows_per_step or self.micro_rows * self.accumulation_steps * self.gpus)
+        shares = self.gpus // self.sequence_gpus
+        return self.seq_tokens * (self.rows_per_step or self.micro_rows * self.accumulation_steps * shares)
 
     @property
     def trains_head(self) -> bool:
@@ -275,6 +283,9 @@ def job_of(config: Config, layout: Layout, architecture: Architecture) -> Job:
     if config.adapter.name != "full" and nothing:
         raise ConfigError(f"adapter.targets={list(config.adapter.targets)}: matches no matrix of this model; there are "
                           f"{', '.join(sorted({name.rsplit('.', 1)[-1] for name in architecture.linear_shapes(0)}))}")
+    if architecture.num_heads % layout.sequence_gpus:
+        raise ConfigError(f"strategy.sequence_gpus={layout.sequence_gpus}: must divide the {architecture.num_heads} "
+                          f"attention heads of the model; try {gcd(architecture.num_heads, layout.sequence_gpus)}")
     if attention == "auto":  # flash is taken where flash-attn is installed; both hold the same tensors
         attention = "sdpa"
     return Job(
@@ -283,7 +294,7 @@ def job_of(config: Config, layout: Layout, architecture: Architecture) -> Job:
         gpus_per_node=layout.gpus_per_node, shard_gpus=_shard_gpus(config, layout), offload=config.strategy.offload,
         reshard_after_forward=config.strategy.reshard_after_forward, precision=config.precision.name,
         optimizer=config.optimizer.name, seq_tokens=config.data.seq_tokens, micro_rows=cut.micro_rows,
-        accumulation_steps=cut.accumulation_steps or _steps_by_tokens(cut, config.data.seq_tokens, layout.gpus),
+        accumulation_steps=cut.accumulation_steps or _steps_by_tokens(cut, config.data.seq_tokens, layout.shares),
         rows_per_step=cut.global_rows or max(1, cut.global_tokens // config.data.seq_tokens),
         trains_embeddings=bool(config.model.new_tokens) and config.adapter.name != "full",
         dropout=config.adapter.dropout if config.adapter.name != "full" else 0.0,
@@ -293,13 +304,13 @@ def job_of(config: Config, layout: Layout, architecture: Architecture) -> Job:
         loss_chunk_tokens=config.train.loss_chunk_tokens,
         packing=config.data.packing, zero=zero_limits(config.strategy.extra), compile=config.model.compile,
         quantise=config.adapter.quantise, expert_gpus=config.strategy.expert_gpus,
-        hpz_gpus=config.strategy.hpz_gpus)
+        hpz_gpus=config.strategy.hpz_gpus, sequence_gpus=layout.sequence_gpus)
 
 
-def _steps_by_tokens(cut, seq_tokens, gpus):
+def _steps_by_tokens(cut, seq_tokens, shares):
     """Micro-batches of a window that is bounded in tokens, if its rows are full."""
     rows = max(1, cut.global_tokens // seq_tokens)
-    return ceil(ceil(rows / gpus) / cut.micro_rows)
+    return ceil(ceil(rows / shares) / cut.micro_rows)
 
 
 def _shard_gpus(config, layout):

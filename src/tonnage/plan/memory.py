@@ -44,7 +44,7 @@ def style_of(job: Job) -> Style:
                  rank=job.rank, adapted=adapted_names(job), adapter_bytes=job.compute_bytes, flash=job.attention != "eager",
                  masked=packed, holds_mask=packed, dropout=job.dropout > 0, dora=job.adapter == "dora",
                  dequantised_weight=job.quantise != "none", expert_gpus=job.expert_gpus,
-                 inputs_on_host=int(job.checkpoints_on_host),
+                 inputs_on_host=int(job.checkpoints_on_host), sequence_gpus=job.sequence_gpus,
                  float8=_float8_names(job))
 
 
@@ -180,4 +180,4 @@ def _layers(job, style):
     a = job.architecture
     shapes = list(zip(a.layers, job.adapter_parameters, strict=True))
     first = {shape: i for i, shape in reversed(list(enumerate(shapes)))}
-    return [_played(a, first[shape], job.micro_rows, job.seq_tokens, style) for shape in shapes]
+    return [_played(a, first[shape], job.micro_rows, job.slice_tokens, style) for shape in shapes]

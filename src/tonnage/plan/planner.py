@@ -143,6 +143,7 @@ def _micro_batches(config: Config, gpus: int) -> Iterator[Config]:
     if batch.micro_rows != "auto" or batch.accumulation_steps != "auto":
         yield config
         return
-    most = max(1, MOST_MICRO_TOKENS // config.data.seq_tokens)
-    for rows in micro_choices(batch, gpus, most):
+    together = config.strategy.sequence_gpus
+    most = max(1, MOST_MICRO_TOKENS * together // config.data.seq_tokens)
+    for rows in micro_choices(batch, max(1, gpus // together), most):
         yield replace(config, batch=replace(batch, micro_rows=rows))

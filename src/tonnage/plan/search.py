@@ -63,12 +63,18 @@ class Search:
 def search(config: Config, plan: Plan, extremes: bool = False) -> Search:
     """Every combination of strategy, offload, checkpointing, micro-batch, adapter and its base, optimizer and precision
     that the capability registry accepts, on the GPUs of `plan`; of micro-batches only `auto` and one row for the
-    `extremes`."""
-    found, failing, least, seen = [], Counter(), {}, set()
+    `extremes`. GPUs share rows where one row of a GPU does not fit."""
+    found, failing, least, seen, fitting = [], Counter(), {}, set(), set()
     for candidate, words in _candidates(config, plan, extremes):
+        unshared = tuple(word for key, word in words.items() if key != "strategy.sequence_gpus")
+        if candidate.strategy.sequence_gpus > config.strategy.sequence_gpus and unshared in fitting:
+            continue  # to share rows is for what does not fit otherwise
         one = _evaluate(candidate, words, plan)
+        if one is not None and one.verdict != DOES_NOT_FIT:
+            fitting.add(unshared)
         same = one and (one.strategy, one.micro_rows, *chosen_of(candidate).values(), candidate.adapter.quantise,
-                        _checkpointing(candidate), candidate.strategy.expert_gpus)
+                        _checkpointing(candidate), candidate.strategy.expert_gpus,
+                        candidate.strategy.sequence_gpus)
         if one is None or same in seen:
             continue  # `auto` comes first, so that of equal ones the shortest is kept
         seen.add(same)
@@ -102,8 +108,8 @@ def remedies(config: Config, plan: Plan, most: int = 3) -> list[Found]:
 def _candidates(config: Config, plan: Plan, extremes: bool) -> Iterator[tuple[Config, dict[str, str]]]:
     """Configs and, by key, the words that make them of `config`; what is `auto` is tried as it is, too."""
     layout = plan.layout
-    most = max(1, MOST_MICRO_TOKENS // config.data.seq_tokens)
-    micro = ("auto", 1) if extremes else micro_choices(config.batch, layout.gpus, most)
+    most = max(1, MOST_MICRO_TOKENS * layout.sequence_gpus // config.data.seq_tokens)
+    micro = ("auto", 1) if extremes else micro_choices(config.batch, layout.shares, most)
     axes = {
         "strategy": dict.fromkeys((config.strategy.name, *CAPABILITIES)),
         "strategy.offload": dict.fromkeys((config.strategy.offload, "none", "optimizer", "all")),
@@ -111,10 +117,11 @@ def _candidates(config: Config, plan: Plan, extremes: bool) -> Iterator[tuple[Co
         "precision": dict.fromkeys((config.precision.name, "bf16")),
         "batch.micro_rows": dict.fromkeys((config.batch.micro_rows, *micro)),
         "strategy.expert_gpus": dict.fromkeys((config.strategy.expert_gpus, 1, _expert_gpus(plan))),
+        "strategy.sequence_gpus": dict.fromkeys((config.strategy.sequence_gpus, 1, _sequence_gpus(config, plan))),
         "checkpointing": dict.fromkeys((_checkpointing(config), *CHECKPOINTING)),
         "adapter": _adapters(config)}
     before = (config.strategy.name, config.strategy.offload, config.optimizer.name, config.precision.name,
-              config.batch.micro_rows, config.strategy.expert_gpus)
+              config.batch.micro_rows, config.strategy.expert_gpus, config.strategy.sequence_gpus)
     for *values, checkpointing, adapter in itertools.product(*axes.values()):
         words = {key: f"{key}={value}" for key, value, was in zip(axes, values, before, strict=False) if value != was}
         words |= {f"model.{key}": f"model.{key}={str(value).lower()}" for key, value, was in
@@ -128,6 +135,9 @@ def _candidates(config: Config, plan: Plan, extremes: bool) -> Iterator[tuple[Co
             candidate = replace(candidate, batch=replace(candidate.batch, accumulation_steps="auto"))
         name, experts = candidate.strategy.name, candidate.strategy.expert_gpus
         if experts > 1 and not (name == "auto" or CAPABILITIES[name].expert_parallel):
+            continue
+        shares_more = candidate.strategy.sequence_gpus > config.strategy.sequence_gpus
+        if shares_more and candidate.batch.micro_rows not in ("auto", 1):  # several rows: better each on a GPU of its own
             continue
         if name == "auto" or not (_is_another(candidate, layout) or violations(name, chosen_of(candidate))):
             yield candidate, words
@@ -143,8 +153,17 @@ def _expert_gpus(plan):
     return math.gcd(experts, gpus) if experts else 1
 
 
+def _sequence_gpus(config, plan):
+    """Over how many GPUs rows can be shared: those of a node, as far as heads divide; 1 where that is refused."""
+    heads, layout = plan.job.architecture.num_heads, plan.layout
+    refused = config.data.packing or config.model.compile or config.model.attention not in ("auto", "sdpa")
+    return 1 if refused else math.gcd(heads, layout.gpus, layout.gpus_per_node)
+
+
 def _spread_words(candidate):
-    return f" with experts over {candidate.strategy.expert_gpus}" if candidate.strategy.expert_gpus > 1 else ""
+    experts = f" with experts over {candidate.strategy.expert_gpus}" if candidate.strategy.expert_gpus > 1 else ""
+    together = candidate.strategy.sequence_gpus
+    return experts + (f" with rows over {together}" if together > 1 else "")
 
 
 def _adapters(config):
@@ -175,9 +194,10 @@ def _is_another(candidate, layout):
     return alone or name == "hsdp" and one_node
 
 
-def _changed(config, strategy, offload, optimizer, precision, micro_rows, expert_gpus, model, adapter):
+def _changed(config, strategy, offload, optimizer, precision, micro_rows, expert_gpus, sequence_gpus, model, adapter):
     return replace(
-        config, strategy=replace(config.strategy, name=strategy, offload=offload, expert_gpus=expert_gpus),
+        config, strategy=replace(config.strategy, name=strategy, offload=offload, expert_gpus=expert_gpus,
+                                 sequence_gpus=sequence_gpus),
         batch=replace(config.batch, micro_rows=micro_rows), model=model, adapter=adapter,
         optimizer=replace(config.optimizer, name=optimizer), precision=replace(config.precision, name=precision))
 

@@ -134,7 +134,8 @@ def step_time(job: Job, gpu: Gpu, network_gb_s: float = NETWORK_GB_S, base_bytes
     gathers_again = job.reshard_after_forward or job.strategy == "zero3"
     parts = [(forward_s, gather_s, 0.0), (backward_s, gather_s * gathers_again, reduce_s)]
     exposed_s = sum(_exposed_s(work, gathered, reduced, job, gpu) for work, gathered, reduced in parts)
-    travel_s = bus_s(travel_bytes(job), job.expert_gpus, job, gpu, network_gb_s)  # experts wait for their tokens
+    # experts wait for their tokens, attention for its heads
+    travel_s = bus_s(travel_bytes(job), job.expert_gpus, job, gpu, network_gb_s) + _heads_s(job, gpu, network_gb_s)
     exposed_s += travel_s
     micro_transfer_s, step_transfer_s, host_s = _offload_s(job, gpu, base_bytes)
     step_communication_s = bus_s(per_step, job.gpus, job, gpu, network_gb_s) + _replicas_s(job, gpu, network_gb_s)
@@ -228,6 +229,23 @@ def travel_bytes(job: Job) -> float:
     return 2.0 * passes * 2 * job.micro_tokens * a.experts_per_token * a.hidden * layers
 
 
+def heads_bytes(job: Job) -> float:
+    """Bytes of queries, keys, values and what is attended of one micro-batch on one GPU where rows are shared, in bf16.
+
+    They travel in forward, in backward, and in forward again where layers are checkpointed; fewer heads of keys
+    than GPUs are repeated.
+
+    Source: arXiv 2309.14509, section 3.2; all but 1 / sequence_gpus of it leaves the GPU.
+    """
+    if job.sequence_gpus == 1:
+        return 0.0
+    a, passes = job.architecture, 2 + job.computed_again
+    key_heads = math.lcm(a.num_heads if a.is_mla else a.num_kv_heads, job.sequence_gpus)
+    query, value = ((a.qk_nope_head_dim + a.qk_rope_head_dim, a.v_head_dim) if a.is_mla else (a.head_dim, a.head_dim))
+    width = (a.num_heads + key_heads) * (query + value)
+    return 2.0 * passes * job.micro_tokens * width * a.num_layers
+
+
 def bus_s(size: float, group: int, job: Job, gpu: Gpu, network_gb_s: float) -> float:
     """Seconds to gather or reduce-scatter `size` bytes over `group` GPUs: each GPU moves (n-1)/n of them.
 
@@ -287,6 +305,13 @@ def _exposed_s(work_s, gather_s, reduce_s, job, gpu):
     if job.strategy.startswith("zero"):
         return max(0.0, gather_s - work_s) + reduce_s
     return max(0.0, gather_s + reduce_s - work_s)
+
+
+def _heads_s(job, gpu, network_gb_s):
+    """Seconds that heads travel in a micro-batch; between nodes those of a GPU take its own port, not all of its node."""
+    size, count = heads_bytes(job), job.sequence_gpus
+    between_s = size * (count - 1) / count / (network_gb_s * NVLINK_FRACTION * 1e9) if count > job.gpus_per_node else 0.0
+    return max(between_s, bus_s(size, count, job, gpu, network_gb_s))
 
 
 def _replicas_s(job, gpu, network_gb_s):

@@ -30,11 +30,12 @@ def _heading(config, plan):
     rows = f"{cut.global_rows} rows of {job.seq_tokens:,} tokens" if cut.global_rows else (
         f"whole rows within {cut.global_tokens:,} tokens, planned as full rows of {job.seq_tokens:,}")
     steps = f" x {cut.accumulation_steps} accumulation steps" if cut.accumulation_steps else ""
+    together = f", each row shared by {layout.sequence_gpus} GPUs" if layout.sequence_gpus > 1 else ""
     return [f"{config.model.name}: {a.num_parameters / 1e9:.2f}B parameters{active}; {trained}",
             f"{layout.gpus} x {plan.gpu.title}, {nodes} node{'s' * (nodes > 1)}; strategy {layout.strategy}, offload "
             f"{job.offload}, {job.precision}, {job.optimizer}, {job.loss} loss, checkpointing "
             f"{checkpointing_words(job.checkpointing, job.checkpoint_every_layers, job.checkpoints_on_host)}",
-            f"a step is {rows}: {layout.gpus} x {cut.micro_rows} rows{steps}"]
+            f"a step is {rows}: {layout.shares} x {cut.micro_rows} rows{steps}{together}"]
 
 
 def memory_lines(plan: Plan) -> list[str]:

@@ -30,6 +30,7 @@ from tonnage.errors import ConfigError
 from tonnage.facts.capabilities import CAPABILITIES
 from tonnage.facts.models import MODELS
 from tonnage.models.load import materialise
+from tonnage.models.slices import Slices
 from tonnage.trace.tracker import PHASES, Peak, Tracker
 from tonnage.trace.window import book_fsdp, full_batch, loss_phase, tracked_window
 from tonnage.train.loss import LossHead
@@ -83,7 +84,10 @@ def trace(config: Config, layout: Layout, say: Callable[[str], None] = lambda te
                      _attention_of(layout.device), _even_experts()):
             stack.enter_context(part)
         book_fsdp(tracker, engine)
-        batches = [full_batch(layout.cut.micro_rows, config.data.seq_tokens) for _ in range(micro_batches)]
+        slices = Slices.over(layout.sequence_gpus, config.cluster.timeout_s)
+        stack.enter_context(slices.held())
+        width = -(-config.data.seq_tokens // slices.count)
+        batches = [full_batch(layout.cut.micro_rows, width) for _ in range(micro_batches)]
         _make_states(engine)
         tracker.start()
 

@@ -16,7 +16,8 @@ from tonnage.train.loss import LossHead, loss_sum
 
 
 def full_batch(rows: int, seq_tokens: int) -> MicroBatch:
-    """A micro-batch without padding in which each position has a label: the most that a step of this shape needs."""
+    """A micro-batch without padding in which each position has a label: the most that a step of this shape needs; of
+    slices, `seq_tokens` of one."""
     ids = torch.zeros(rows, seq_tokens, dtype=torch.int64)
     positions = torch.arange(seq_tokens).repeat(rows, 1)
     return MicroBatch(ids, positions, torch.arange(rows * seq_tokens), torch.zeros_like(ids).flatten(), rows * seq_tokens,

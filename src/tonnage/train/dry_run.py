@@ -28,14 +28,16 @@ def print_dry_run(config: Config, layout: Layout, overrides: Sequence[str]) -> N
     check_paths(config)
     cut = layout.cut
     nodes = layout.gpus // layout.gpus_per_node
-    share = None if cut.global_rows is None else -(-cut.global_rows // layout.gpus)
+    share = None if cut.global_rows is None else -(-cut.global_rows // layout.shares)
+    together = f", each row on {layout.sequence_gpus} ranks" if layout.sequence_gpus > 1 else ""
     lines = [
         ("model", _model(config)),
         ("world", f"{layout.gpus} ranks on {nodes} node{'s' if nodes > 1 else ''} of {layout.gpus_per_node}, "
                   f"{layout.device}, strategy {layout.strategy}, {config.precision.name}"),
-        ("window", f"{cut.global_rows} rows: {layout.gpus} shares of up to {share}, {cut.accumulation_steps} "
+        ("window", f"{cut.global_rows} rows: {layout.shares} shares of up to {share}{together}, {cut.accumulation_steps} "
                    f"micro-batches of up to {cut.micro_rows} rows" if cut.global_rows else
-                   f"whole rows within {cut.global_tokens:,} tokens, in micro-batches of up to {cut.micro_rows} rows"),
+                   f"whole rows within {cut.global_tokens:,} tokens, in micro-batches of up to {cut.micro_rows} rows"
+                   f"{together}"),
         ("tokens per step", f"up to {cut.global_rows * config.data.seq_tokens:,}" if cut.global_rows
          else f"up to {cut.global_tokens:,}"),
         ("steps", _steps(config, cut)),

@@ -6,28 +6,30 @@ import torch.distributed as dist
 from tonnage.data.collate import collate
 from tonnage.data.windows import cut_window
 from tonnage.engines.base import Engine, inference
+from tonnage.models.slices import WHOLE, Slices
 from tonnage.runtime.watchdog import beat
 from tonnage.train.loss import LossHead, loss_sum
 
 
 def evaluate(engine: Engine, head: LossHead, rows, num_rows: int, micro_rows: int, pad_token: int, flat: bool,
-             group: dist.ProcessGroup, stop=lambda: False) -> float | None:
+             group: dist.ProcessGroup, stop=lambda: False, slices: Slices = WHOLE) -> float | None:
     """Sum of token losses / number of label tokens over the first `num_rows` of `rows` (collective).
 
     Ranks take equal shares to within a row; a rank without rows runs empty micro-batches. Only sums are kept.
 
     Args:
         stop: asked before each micro-batch, agreed by all ranks; True ends it with None.
+        slices: of rows that several ranks share.
     """
-    shares = cut_window([int(length) for length in rows.input_tokens[:num_rows]], dist.get_world_size(), micro_rows)
-    mine = shares[dist.get_rank()]
+    shares = cut_window([int(length) for length in rows.input_tokens[:num_rows]], slices.num_shares, micro_rows)
+    mine = shares[slices.share]
     total = torch.zeros(2, dtype=torch.float64)
-    with inference(engine.model):
+    with inference(engine.model), slices.held():
         for number, micro in enumerate(mine):
             if stop():
                 return None
             beat(f"evaluation, micro-batch {number + 1} of {len(mine)}")
-            batch = collate([rows[i] for i in micro], pad_token, flat).to(engine.device)
+            batch = collate([rows[i] for i in micro], pad_token, flat, slices.number, slices.count).to(engine.device)
             total[0] += loss_sum(engine.forward, head, batch).double().cpu()
             total[1] += batch.num_label_tokens
     dist.all_reduce(total, group=group)

@@ -73,8 +73,8 @@ def train(s: Session) -> str:
 def run_window(s: Session, rows, step: int) -> dict | None:
     """One optimizer step on the rows of a window (collective); its figures, or None if a stop request ended it."""
     lengths = [len(row.tokens) for row in rows]
-    micros = cut_window(lengths, s.world_size, s.cut.micro_rows)[s.rank]
-    batches = [collate([rows[i] for i in micro], s.pad_token, s.flat) for micro in micros]
+    micros = cut_window(lengths, s.slices.num_shares, s.cut.micro_rows)[s.slices.share]
+    batches = [collate([rows[i] for i in micro], s.pad_token, s.flat, s.slices.number, s.slices.count) for micro in micros]
     counts = torch.tensor([sum(batch.num_label_tokens for batch in batches),
                            sum(batch.num_input_tokens for batch in batches)], dtype=torch.int64)
     dist.all_reduce(counts, group=s.group)
@@ -94,10 +94,11 @@ def run_window(s: Session, rows, step: int) -> dict | None:
         beat(f"forward and backward of micro-batch {i + 1} of {len(batches)}, step {step}")
         batch = batch.to(s.engine.device)
         s.routing.begin(batch, s.world_size * s.engine.loss_scale)
-        loss = loss_sum(s.engine.forward, s.head, batch)
-        s.routing.forward_done()
-        total += loss.detach()
-        s.engine.backward(loss * scale, last=i == len(batches) - 1)
+        with s.slices.held():
+            loss = loss_sum(s.engine.forward, s.head, batch)
+            s.routing.forward_done()
+            total += loss.detach()
+            s.engine.backward(loss * scale, last=i == len(batches) - 1)
         s.routing.end()
         s.progress.micro(i + 1, len(batches))
     beat(f"the update of step {step}")

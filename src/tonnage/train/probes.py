@@ -3,11 +3,13 @@
 import math
 
 import numpy as np
+import torch.distributed as dist
 
 from tonnage.data.collate import collate
 from tonnage.data.pack import Row
 from tonnage.engines.base import Engine, inference
 from tonnage.errors import ConfigError, TrainingError
+from tonnage.models.slices import Slices
 from tonnage.train.loss import LossHead, loss_sum
 
 # relative differences; a leak between packed samples or a head that scales its logits is off by far more: by 1.1 where the
@@ -41,6 +43,28 @@ def probe_packing(engine: Engine, vocab: int, precision: str, attention: str, fl
         raise ConfigError(f"data.packing=true: with model.attention={attention} samples of a row see each other (logits "
                           f"differ by {difference:.2g}); use model.attention=sdpa or data.packing=false")
     return difference
+
+
+def probe_slices(engine: Engine, slices: Slices, vocab: int, precision: str) -> float:
+    """Relative difference of logits of a row that ranks share and of the whole row on each, the largest (collective).
+
+    Raises:
+        ConfigError: a layer looks at other tokens by other means than transformers' attention.
+    """
+    row = _row(_tokens(vocab, max(24, 2 * slices.count), 0))
+    batch = collate([row], 0, False, slices.number, slices.count)
+    start = slices.number * batch.input_ids_BT.shape[1]
+    whole = _logits(engine, collate([row], 0))[:, start:start + batch.num_input_tokens]
+    with slices.held():
+        shared = _logits(engine, batch)[:, :batch.num_input_tokens]
+    # of a rank whose slice holds padding alone nothing is judged
+    difference = ((shared - whole).norm() / whole.norm().clamp_min(1e-12)).nan_to_num(math.inf).cpu()
+    dist.all_reduce(difference, dist.ReduceOp.MAX)
+    if not difference <= TOLERANCE[precision]:
+        raise ConfigError(f"strategy.sequence_gpus={slices.count}: logits of a row whose tokens are shared differ by "
+                          f"{difference:.2g} from those of the whole row, so a layer of this model sees other tokens by "
+                          f"other means than transformers' attention; use strategy.sequence_gpus=1")
+    return float(difference)
 
 
 def probe_loss(engine: Engine, head: LossHead, vocab: int, precision: str, flat: bool) -> None:

@@ -11,6 +11,7 @@ from torch import nn
 from tonnage.config.schema import Config
 from tonnage.data.collate import MicroBatch
 from tonnage.errors import ConfigError
+from tonnage.models.slices import held_slices
 
 BIAS = "e_score_correction_bias"
 BIAS_RATE = 0.001  # gamma. Source: arXiv 2412.19437, section 4.2
@@ -121,7 +122,7 @@ class Routing:
 
 def balance_of_rows(logits_NE: torch.Tensor, index_NK: torch.Tensor, row_N: torch.Tensor, num_rows: int,
                     by_sigmoid: bool) -> torch.Tensor:
-    """Balance losses of the rows of a micro-batch, summed; see `Routing`.
+    """Balance losses of the rows of a micro-batch, summed; see `Routing`. Of slices, this rank's part (collective).
 
     Args:
         row_N: the row of each token, -1 for padding.
@@ -136,8 +137,12 @@ def balance_of_rows(logits_NE: torch.Tensor, index_NK: torch.Tensor, row_N: torc
     def sums(values_NX):
         return values_NX.new_zeros(num_rows + 1, values_NX.shape[1]).index_add(0, place_N, values_NX)[:num_rows]
 
-    tokens_R1 = sums(torch.ones_like(scores_NE[:, :1])).clamp_min(1)
-    return (sums(chosen_NE) * experts / top_k / tokens_R1 * sums(scores_NE) / tokens_R1).sum()
+    tokens_R1, chosen_RE = sums(torch.ones_like(scores_NE[:, :1])), sums(chosen_NE)
+    if (group := held_slices().group) is not None:  # of whole rows; a slice's scores then give its part of the sum
+        dist.all_reduce(tokens_R1, group=group)
+        dist.all_reduce(chosen_RE, group=group)
+    tokens_R1 = tokens_R1.clamp_min(1)
+    return (chosen_RE * experts / top_k / tokens_R1 * sums(scores_NE) / tokens_R1).sum()
 
 
 class _Beside(torch.autograd.Function):

@@ -183,7 +183,9 @@ def layout_change(before: dict, now: dict) -> str | None:
 def _cut_text(layout, words=False):
     cut = layout["cut"]
     parts = [(layout["gpus"], "rank"), (cut["micro_rows"], "row"), (cut["accumulation_steps"], "step")]
-    return " x ".join(count(value, name) if words else str(value) for value, name in parts if value)
+    together = layout.get("sequence_gpus", 1)
+    return (" x ".join(count(value, name) if words else str(value) for value, name in parts if value)
+            + (f", {together} to a row" if together > 1 else ""))
 
 
 def _print_start(s: Session, layout: Layout, train_rows) -> None:
@@ -195,6 +197,7 @@ def _print_start(s: Session, layout: Layout, train_rows) -> None:
     kinds = ", ".join(f"{kind} {number(one)} of {number(one + other)}" for kind, (one, other) in counts.items() if one)
     window = (count(cut.global_rows, "row") if cut.global_rows else f"up to {cut.global_tokens:,} tokens")
     steps = f" x {count(cut.accumulation_steps, 'accumulation step')}" if cut.accumulation_steps else ""
+    together = f", {layout.sequence_gpus} ranks to a row" if layout.sequence_gpus > 1 else ""
     data, epochs = "a stream", ""
     if train_rows is not None:
         data = (f"{count(len(train_rows), 'row')}, {int(train_rows.input_tokens.sum()):,} input tokens, "
@@ -208,7 +211,7 @@ def _print_start(s: Session, layout: Layout, train_rows) -> None:
         ("world", f"{layout.gpus} x {layout.device}, {layout.gpus_per_node} a node, strategy {layout.strategy}, "
                   f"{s.config.precision.name}"),
         ("window", f"{window} of up to {s.config.data.seq_tokens:,} tokens = {count(layout.gpus, 'rank')} x "
-                   f"{count(cut.micro_rows, 'row')}{steps}"),
+                   f"{count(cut.micro_rows, 'row')}{steps}{together}"),
         ("data", data),
         ("loss", f"{s.head.kind}, attention {model.config._attn_implementation}"),
         ("steps", f"{s.num_steps:,}{epochs}" + (f", from step {s.position.step + 1}" if s.position.step else "")),

@@ -25,6 +25,7 @@ from tonnage.errors import CheckpointError, DataError
 from tonnage.facts.capabilities import CAPABILITIES
 from tonnage.models import build, load
 from tonnage.models.folder import check_path as check_model_path
+from tonnage.models.slices import WHOLE, Slices, register_attention, require_sliceable
 from tonnage.report.console import StepProgress
 from tonnage.report.metrics import Metrics
 from tonnage.runtime import runs
@@ -109,6 +110,7 @@ class Session:
     progress: StepProgress
     stop: StopRequest
     position: checkpoint.Position = field(default_factory=checkpoint.Position)
+    slices: Slices = WHOLE
     last_saved: int | None = None
     input_tokens: int = 0  # of this attempt
     stopped_by: str = ""
@@ -149,7 +151,7 @@ class Session:
         limit = min(len(self.eval_rows), self.config.eval.max_rows or len(self.eval_rows))
         started = time.monotonic()
         loss = evaluate(self.engine, self.head, self.eval_rows, limit, self.cut.micro_rows, self.pad_token, self.flat,
-                        self.group, self.stop_agreed)
+                        self.group, self.stop_agreed, self.slices)
         if loss is None:
             return
         position = self.position
@@ -231,10 +233,12 @@ def _about_eval():
         raise DataError(str(error).replace("data.path", "eval.path")) from error
 
 
-def resolve_attention(wanted: str, device: str, precision: str) -> str:
-    """auto: flash where flash-attn is installed and a GPU is used in 16 bits, sdpa otherwise."""
+def resolve_attention(wanted: str, device: str, precision: str, sequence_gpus: int = 1) -> str:
+    """auto: flash where flash-attn is installed and a GPU is used in 16 bits, else sdpa, as for rows that are shared."""
     if wanted != "auto":
         return wanted
+    if sequence_gpus > 1:
+        return "sdpa"
     return "flash" if device == "cuda" and precision != "fp32" and importlib.util.find_spec("flash_attn") else "sdpa"
 
 
@@ -257,10 +261,19 @@ def make_engine(config: Config, strategy: str, gpus_per_node: int, cut: BatchCut
 
 
 def engine_parts(config: Config, folder: str, attention: str) -> Parts:
-    """What an engine needs to make the model of `folder`."""
+    """What an engine needs to make the model of `folder`.
+
+    Raises:
+        ConfigError: strategy.sequence_gpus with a model whose rows cannot be shared.
+    """
     model, adapter = config.model, config.adapter
     frozen_dtype = build.DTYPES[config.precision.dtype]
     float8 = config.precision if config.precision.name == "fp8" else None
+    together = config.strategy.sequence_gpus
+    if together > 1:
+        attention = "sliced"
+        require_sliceable(build.read_config(folder, model.trust_remote_code), together, config.data.seq_tokens)
+        register_attention()
 
     def start(built, engine):
         if adapter.name != "full":
@@ -287,7 +300,7 @@ def open_session(config: Config, run_folder: Path, model_folder: str, layout: La
     cut = layout.cut
     group = dist.new_group(backend="gloo", timeout=timedelta(seconds=config.cluster.timeout_s))
     tokenizer = run_tokenizer(config, model_folder)
-    attention = resolve_attention(config.model.attention, device.type, config.precision.name)
+    attention = resolve_attention(config.model.attention, device.type, config.precision.name, layout.sequence_gpus)
     flat = attention == "flash"
     train_rows, eval_rows = rows
     if train_rows is None:
@@ -308,6 +321,9 @@ def open_session(config: Config, run_folder: Path, model_folder: str, layout: La
     routing = Routing(engine.model, config)
     vocab = engine.model.config.get_text_config().vocab_size
     probes.probe_loss(engine, head, vocab, config.precision.dtype, flat)  # both in the same scales of FP8
+    slices = Slices.over(layout.sequence_gpus, config.cluster.timeout_s)
+    if slices.count > 1:
+        probes.probe_slices(engine, slices, vocab, config.precision.name)
     if config.data.packing or flat:
         probes.probe_packing(engine, vocab, config.precision.name, attention, flat)
 
@@ -326,7 +342,7 @@ def open_session(config: Config, run_folder: Path, model_folder: str, layout: La
         peak_rate=peak_learning_rate(config.optimizer, config.adapter.name, cut.global_rows), attempt=attempt,
         metrics=Metrics(run_folder, config.tracker, attempt, runs.read_config(run_folder)) if main else None,
         progress=StepProgress(num_steps, position.step, show=main), stop=stop, position=position,
-        last_saved=last_saved)
+        slices=slices, last_saved=last_saved)
 
 
 def _restore(checkpoints, run_id, engine, source, group, start_from):
