@@ -170,6 +170,7 @@ def steps_of(part: Part, folder: str, device: str, tiny: bool, gpu) -> dict:
     from tonnage.config.compose import compose_config
     from tonnage.config.rules import resolve_layout
     from tonnage.facts.gpus import Gpu
+    from tonnage.models.slices import WHOLE
     from tonnage.plan.planner import architecture_of, make_plan
     from tonnage.plan.speed import flops_per_token
     from tonnage.plan.verdict import DOES_NOT_FIT
@@ -196,7 +197,7 @@ def steps_of(part: Part, folder: str, device: str, tiny: bool, gpu) -> dict:
     session = SimpleNamespace(
         config=config, cut=layout.cut, world_size=1, rank=0, pad_token=0, flat=False, group=dist.group.WORLD, engine=engine,
         head=LossHead(engine.model, config.train.loss, config.train.loss_chunk_tokens),
-        routing=Routing(engine.model, config), peak_rate=1e-5,
+        slices=WHOLE, routing=Routing(engine.model, config), peak_rate=1e-5,
         num_steps=NUM_STEPS, progress=StepProgress(NUM_STEPS, 0, show=False), stop_agreed=lambda: False)
     window, step_s, losses = random_rows(architecture.vocab, 2 * rows, seq_tokens), [], []
     for step in range(1, NUM_STEPS + 1):

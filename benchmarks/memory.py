@@ -140,6 +140,7 @@ def measure(case: Case, folder: str) -> dict:
     import torch.distributed as dist
 
     from tonnage.data.collate import collate
+    from tonnage.models.slices import WHOLE
     from tonnage.report.console import StepProgress
     from tonnage.trace.tracker import PHASES, Tracker
     from tonnage.trace.window import book_fsdp, loss_phase, tracked_window
@@ -156,7 +157,7 @@ def measure(case: Case, folder: str) -> dict:
     rows = rows_of(case, folder)
     session = SimpleNamespace(config=config, cut=layout.cut, world_size=1, rank=0, pad_token=0, flat=False,
                               group=dist.group.WORLD, engine=engine, head=head,
-                              routing=Routing(engine.model, config), peak_rate=LEARNING_RATE,
+                              slices=WHOLE, routing=Routing(engine.model, config), peak_rate=LEARNING_RATE,
                               num_steps=NUM_STEPS, progress=StepProgress(NUM_STEPS, 0, show=False),
                               stop_agreed=lambda: False)
     losses, step_cpu_s = [], []

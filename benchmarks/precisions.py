@@ -140,7 +140,11 @@ def page(args, found: dict[str, dict[str, float]]) -> str:
         "FP8 units take them and multiplied in fp32. The way through the units of a GPU (torch._scaled_mm) is tested layer "
         "by layer on the CPU, tensorwise; this project has not run it on a GPU and claims no speed. What `launch/plan.py "
         "precision=fp8` says of speed is counted, not measured: without `model.compile=true` casts take back what products "
-        "gain.", ""])
+        "gain.", "",
+        "`precision=fp8` uses torchao's casts (`precision.fp8_recipe=tensorwise|rowwise`). Head, embeddings, norms, "
+        "routers, routed experts, adapters and layers whose dimensions are no multiples of 16 stay out; the log says how "
+        "many layers compute in FP8. A frozen base costs two products, not three. Weights are gathered in bf16, not in "
+        "FP8. On what has no FP8 units it is refused, or emulated slowly (`precision.fp8_emulate=true`).", ""])
 
 
 def _processor():
