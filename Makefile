@@ -24,7 +24,7 @@ demo: setup
 	$(PY) launch/demo.py
 
 test: setup
-	$(PY) -m pytest tests -m "not slow" -rs
+	$(PY) -m pytest tests -m "not slow" -rs --durations=60
 
 test-slow: setup
 	$(PY) -m pytest tests -m slow
