@@ -3,7 +3,7 @@ PYTHON ?= python3
 PY := .venv/bin/python
 export TOKENIZERS_PARALLELISM := true
 
-.PHONY: setup demo test test-slow test-all test-cluster notebook checks docs equivalence kill-test readme validate bench-trl \
+.PHONY: setup demo test test-slow test-all test-commands test-cluster notebook checks docs equivalence kill-test readme validate bench-trl \
 	bench-overhead bench-plan bench-loading bench-precisions docs-memory
 
 setup: .venv/ready
@@ -25,6 +25,11 @@ demo: setup
 
 test: setup
 	$(PY) -m pytest tests -m "not slow" -rs --durations=60
+
+# of the slow ones: commands as users type them, what ranks that die leave behind, pages held to what they say
+test-commands: setup
+	$(PY) -m pytest tests/dist/test_commands.py tests/dist/test_guard.py tests/contract -m slow --deselect \
+		tests/contract/test_container.py
 
 test-slow: setup
 	$(PY) -m pytest tests -m slow

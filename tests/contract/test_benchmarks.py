@@ -11,6 +11,7 @@ import pytest
 from tonnage.config.compose import ROOT
 
 
+@pytest.mark.slow
 def test_the_overhead_benchmark_runs(tmp_path):
     words = ["--strategies", "fsdp", "--precisions", "fp32", "--repeats", "1", "--steps", "1", "--warmup-steps", "1",
              "--micro-rows", "1", "--global-rows", "2", "--seq-tokens", "192", "--threads", "1"]

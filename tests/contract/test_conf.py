@@ -113,6 +113,7 @@ def test_every_recipe_for_gpus_fits_and_is_named_for_what_it_is():
         assert config.model.activation_checkpointing == "full", name
 
 
+@pytest.mark.slow
 def test_the_page_of_recipes_is_up_to_date_and_what_it_says_does_not_fit_does_not():
     text = ladder_text()
     assert (RECIPES / "README.md").read_text() == text, "run python launch/plan.py --ladder > recipes/README.md"

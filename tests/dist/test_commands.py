@@ -75,7 +75,7 @@ def test_a_run_folder_says_what_happened(place, finished):
 
 @pytest.mark.parametrize("name, starter, words", [
     ("one", (sys.executable,), ["gpus=1", "strategy=zero2"]),
-    ("own", (sys.executable,), ["gpus=3", "strategy=fsdp"]),
+    pytest.param("own", (sys.executable,), ["gpus=3", "strategy=fsdp"], marks=pytest.mark.slow),
     ("torchrun", (str(BIN / "torchrun"), "--nproc-per-node", "3"), ["gpus=2", "strategy=zero2"]),
     ("deepspeed", (str(BIN / "deepspeed"),), ["gpus=2"])])
 def test_every_launcher_learns_the_same(place, finished, name, starter, words):
@@ -205,6 +205,7 @@ def test_a_stopped_stream_loses_no_window(place):
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
+@pytest.mark.slow
 def test_a_request_to_stop_writes_a_checkpoint_and_the_run_goes_on(place):
     folder, status = stopped_run(place, "stopped", "strategy=fsdp", "gpus=2", "batch.micro_rows=1", "train.epochs=60")
     assert [path.name for path in (folder / "checkpoints").iterdir()] == [f"step-{status['step']:08d}"]
@@ -221,7 +222,7 @@ def test_without_its_environment_a_script_says_what_to_activate(script):
     assert "is not installed in this Python" in done.stderr and "source .venv/bin/activate" in done.stderr
 
 
-@pytest.mark.parametrize("kind", ["adapter", "merged"])
+@pytest.mark.parametrize("kind", [pytest.param("adapter", marks=pytest.mark.slow), "merged"])
 def test_an_export_loads_and_generates(place, finished, kind):
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
@@ -339,6 +340,7 @@ def test_skipped_records_are_named_on_the_screen_and_in_the_log(place):
     assert "precision=fp32 is faster" in done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gpus", ["1", "2"])
 def test_a_start_that_failed_before_its_first_step_gives_its_name_back(place, gpus):
     words = tiny(place, f"run.name=again{gpus}", f"gpus={gpus}", "train.max_steps=1")

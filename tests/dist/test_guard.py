@@ -192,6 +192,7 @@ def test_a_killed_rank_is_replaced_and_a_stop_file_ends_the_run_until_it_goes_on
     assert read_status(run)["state"] == "done" and same(weights(run), whole(strategy))
 
 
+@pytest.mark.slow
 def test_a_rank_that_hangs_is_named_and_ends_the_run(place):
     run = place / "hanging"
     process = begin(sys.executable, str(ROOT / "tests" / "dist" / "hanging.py"), *words(place, run.name, "cluster.hang_s=4"))

@@ -105,7 +105,7 @@ def go_on(folder, run_folder, until, expert_gpus, optimizer="adamw"):
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "adamw8bit"])
-@pytest.mark.parametrize("then", [2, 1])
+@pytest.mark.parametrize("then", [pytest.param(2, marks=pytest.mark.slow), 1])
 def test_a_run_goes_on_with_experts_spread_otherwise(pools, families, tmp_path, then, optimizer):
     folder, whole, part = families("deepseek_v3"), tmp_path / "whole", tmp_path / "part"
     whole.mkdir(), part.mkdir()
@@ -227,7 +227,7 @@ def test_routers_that_their_class_keeps_in_fp32_are_trained_in_bf16_too(pools, f
     assert result["norms"][0] == pytest.approx(expected["norms"][0], rel=BF16_TOLERANCE["norm"])
 
 
-@pytest.mark.parametrize("strategy", ["zero3", "fsdp"])
+@pytest.mark.parametrize("strategy", [pytest.param("zero3", marks=pytest.mark.slow), "fsdp"])
 def test_rows_that_do_not_spread_evenly_are_quantised_and_learned_the_same(pools, families, strategy):
     words = (families("qwen3_moe"), strategy, "qlora", "nf4")
     expected = pools(1).run(train, *words, 7)[0]
