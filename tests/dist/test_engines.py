@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from tiny import RaggedRows, Recorder, config_for, go_to_newest, make_model, open_tiny, whole_weights
+from tiny import RaggedRows, Recorder, config_for, go_on, make_model, open_tiny, whole_weights
 
 from tonnage.data.pack import Row
 from tonnage.train import checkpoint, loop, probes
@@ -43,12 +43,7 @@ def train_from_to(folder, strategy, adapter, micro, run_folder, until, epochs=2,
                         "optimizer.learning_rate=0.01")
     s = open_tiny(config, folder, run_folder=Path(run_folder))
     probes.probe_loss(s.engine, s.head, 96, precision, False)  # as a run does, before weights are filled
-    go_to_newest(s, Path(run_folder))
-    s.num_steps = until
-    s.last_saved = until  # the loop's own save is not wanted
-    loop.train(s)
-    checkpoint.save(Path(run_folder), s.engine, s.position, "tiny", s.source.state(), dist.group.WORLD)
-    found = [line["loss"] for line in s.metrics.lines], states(s.engine)
+    found = go_on(s, Path(run_folder), until), states(s.engine)
     s.engine.close()
     return found
 
@@ -428,15 +423,12 @@ def train_8bit(folder, strategy, run_folder, until, *overrides, compiled=False):
     config = config_for(strategy, "adapter=full", "optimizer=adamw8bit", "optimizer.learning_rate=0.001",
                         "train.epochs=2", *overrides)
     s = open_tiny(config, folder, run_folder=Path(run_folder))
-    go_to_newest(s, Path(run_folder))
-    s.num_steps = s.last_saved = until
     with torch.compiler.set_stance("default" if compiled else "force_eager"):
-        loop.train(s)
-    checkpoint.save(Path(run_folder), s.engine, s.position, "tiny", s.source.state(), dist.group.WORLD)
+        losses = go_on(s, Path(run_folder), until)
     optimizer = getattr(s.engine, "torch_optimizer", s.engine.optimizer)
     held = [local(value) for state in optimizer.state.values() for name, value in state.items() if name != "step"]
     size = sum(value.codes.nbytes + value.scale.nbytes if hasattr(value, "codes") else value.nbytes for value in held)
-    found = [line["loss"] for line in s.metrics.lines], states(s.engine), size / sum(value.numel() for value in held)
+    found = losses, states(s.engine), size / sum(value.numel() for value in held)
     s.engine.close()
     return found
 

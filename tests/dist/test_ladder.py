@@ -7,7 +7,7 @@ import torch
 from equivalence import BF16_TOLERANCE, deviations, within
 from moe import make_listed, make_moe, publish_fp8, reference
 from safetensors.torch import load_file
-from tiny import config_for, go_to_newest, open_tiny, whole_weights
+from tiny import config_for, go_on, open_tiny, whole_weights
 
 from tonnage.train import loop
 
@@ -84,22 +84,15 @@ def test_copies_of_experts_are_summed_over_ranks(pools, families, references):
     assert within(deviations(result, expected, "sgd"), LIMITS)
 
 
-def go_on(folder, run_folder, until, expert_gpus, optimizer="adamw"):
+def go_on_spread(folder, run_folder, until, expert_gpus, optimizer="adamw"):
     """From the newest checkpoint to step `until`; (losses, weights and optimizer states)."""
-    import torch.distributed as dist
     from test_engines import states
-
-    from tonnage.train import checkpoint
 
     config = config_for("fsdp", "adapter=lora", "adapter.targets=[all-linear,experts]", "train.epochs=2",
                         "optimizer.learning_rate=0.01", "batch.micro_rows=2", f"optimizer={optimizer}",
                         f"strategy.expert_gpus={expert_gpus}")
     s = open_tiny(config, folder, run_folder=Path(run_folder))
-    go_to_newest(s, Path(run_folder))
-    s.num_steps = s.last_saved = until
-    loop.train(s)
-    checkpoint.save(Path(run_folder), s.engine, s.position, "tiny", s.source.state(), dist.group.WORLD)
-    found = [line["loss"] for line in s.metrics.lines], states(s.engine)
+    found = go_on(s, Path(run_folder), until), states(s.engine)
     s.engine.close()
     return found
 
@@ -109,9 +102,9 @@ def go_on(folder, run_folder, until, expert_gpus, optimizer="adamw"):
 def test_a_run_goes_on_with_experts_spread_otherwise(pools, families, tmp_path, then, optimizer):
     folder, whole, part = families("deepseek_v3"), tmp_path / "whole", tmp_path / "part"
     whole.mkdir(), part.mkdir()
-    losses, expected = pools(2).run(go_on, folder, str(whole), 5, 2, optimizer)[0]
-    pools(2).run(go_on, folder, str(part), 2, 2, optimizer)
-    found_losses, found = pools(2).run(go_on, folder, str(part), 5, then, optimizer)[0]
+    losses, expected = pools(2).run(go_on_spread, folder, str(whole), 5, 2, optimizer)[0]
+    pools(2).run(go_on_spread, folder, str(part), 2, 2, optimizer)
+    found_losses, found = pools(2).run(go_on_spread, folder, str(part), 5, then, optimizer)[0]
     if then == 2:
         assert found_losses == losses[2:] and all(torch.equal(found[name], expected[name]) for name in expected)
     else:

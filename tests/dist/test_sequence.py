@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from equivalence import BF16_TOLERANCE, TOLERANCE, Matrix, deviations, train_cell, within
-from tiny import RaggedRows, config_for, go_to_newest, make_model, open_tiny
+from tiny import RaggedRows, config_for, go_on, make_model, open_tiny
 
 from tonnage.train import checkpoint, loop, probes
 
@@ -131,16 +131,12 @@ def test_held_out_loss_and_counts_are_those_of_whole_rows(pools, tiny_folder, st
         assert (input_tokens, label_tokens) == (rows.input_tokens.sum(), labels)
 
 
-def go_on(folder, run_folder, until, sequence_gpus):
+def go_on_shared(folder, run_folder, until, sequence_gpus):
     """From the newest checkpoint to step `until`; losses."""
     config = config_for("fsdp", "adapter=full", "train.epochs=2", "optimizer.learning_rate=0.01", "batch.micro_rows=2",
                         f"strategy.sequence_gpus={sequence_gpus}")
     s = open_tiny(config, folder, run_folder=Path(run_folder))
-    go_to_newest(s, Path(run_folder))
-    s.num_steps = s.last_saved = until
-    loop.train(s)
-    checkpoint.save(Path(run_folder), s.engine, s.position, "tiny", s.source.state(), dist.group.WORLD)
-    found = [line["loss"] for line in s.metrics.lines]
+    found = go_on(s, Path(run_folder), until)
     s.engine.close()
     return found
 
@@ -148,9 +144,9 @@ def go_on(folder, run_folder, until, sequence_gpus):
 def test_a_run_goes_on_with_rows_shared_by_others(pools, tiny_folder, tmp_path):
     whole, moved = tmp_path / "whole", tmp_path / "moved"
     whole.mkdir(), moved.mkdir()
-    losses = pools(2).run(go_on, tiny_folder, str(whole), 4, 1)[0]
+    losses = pools(2).run(go_on_shared, tiny_folder, str(whole), 4, 1)[0]
     found = [loss for until, gpus in ((1, 2), (2, 1), (4, 2))
-             for loss in pools(2).run(go_on, tiny_folder, str(moved), until, gpus)[0]]
+             for loss in pools(2).run(go_on_shared, tiny_folder, str(moved), until, gpus)[0]]
     assert found == pytest.approx(losses, rel=1e-5) and len(losses) == 4
 
 

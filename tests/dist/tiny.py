@@ -14,7 +14,7 @@ from tonnage.config.rules import resolve_layout
 from tonnage.data.pack import Row
 from tonnage.models.slices import Slices
 from tonnage.report.console import StepProgress
-from tonnage.train import checkpoint
+from tonnage.train import checkpoint, loop
 from tonnage.train.loss import LossHead
 from tonnage.train.routing import Routing
 from tonnage.train.schedule import peak_learning_rate
@@ -117,6 +117,15 @@ def go_to_newest(s: Session, checkpoints: Path, run_id: str = "tiny") -> bool:
     checkpoint.load(newest, s.engine, s.position.num_updates)
     s.source.restore(state)
     return True
+
+
+def go_on(s: Session, run_folder: Path, until: int) -> list[float]:
+    """From the newest checkpoint in `run_folder` to step `until`, saved there; losses of the steps (collective)."""
+    go_to_newest(s, run_folder)
+    s.num_steps = s.last_saved = until  # the loop's own save is not wanted
+    loop.train(s)
+    checkpoint.save(run_folder, s.engine, s.position, "tiny", s.source.state(), dist.group.WORLD)
+    return [line["loss"] for line in s.metrics.lines]
 
 
 def whole_weights(engine) -> dict[str, torch.Tensor]:

@@ -19,11 +19,11 @@ def test_a_chain_frees_what_is_neither_used_nor_saved():
 
 def test_selective_checkpointing_begins_again_with_its_products():
     tape = Tape({"x": 1.0})
-    tape.add("a", 10, "x", product=True, beside=("sums",))
+    tape.add("a", 10, "x", multiplies=128, beside=("sums",))
     tape.sizes["sums"] = 1
     tape.add("b", 20, "a", saves=("b",))
     tape.add("c", 30, "b", saves=("c",))
-    tape.add("y", 5, "c", product=True)
+    tape.add("y", 5, "c", multiplies=128)
     played = play(tape, "x")
     assert (played.saved, played.products) == (50, 10 + 1 + 5)
     # forward: c and b with a kept; again: the products, then b and c besides, a gone after b, and the gradient of y

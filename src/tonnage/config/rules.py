@@ -141,7 +141,7 @@ def _broken_rules(config, gpus, per_node, device, strategy):
          "adapter.targets: the head is trained whole where model.new_tokens are added; leave it out"),
     ]
     faults += [text for broken, text in rules if broken]
-    faults += _model_rules(config) + _shard_rules(config, gpus, per_node, strategy) + _sequence_rules(config, gpus)
+    faults += _model_rules(config) + _shard_rules(config, gpus, per_node, strategy) + sequence_faults(config, gpus)
     return faults
 
 
@@ -159,7 +159,7 @@ def _model_rules(config):
         return [f"data.seq_tokens={config.data.seq_tokens}: {config.model.name} has positions for {longest:,} tokens; "
                 f"use at most that"]
     obstacle = slicing_obstacle(facts.hf_config, together, config.data.seq_tokens) if together > 1 else None
-    return [] if obstacle is None else [f"strategy.sequence_gpus={together}: {obstacle}"]
+    return [] if obstacle is None else [obstacle]
 
 
 def shard_gpus(config: Config, strategy: str, gpus: int, per_node: int) -> int:
@@ -196,7 +196,8 @@ def _shard_rules(config, gpus, per_node, strategy):
     return []
 
 
-def _sequence_rules(config, gpus):
+def sequence_faults(config: Config, gpus: int) -> list[str]:
+    """Why `gpus` cannot share rows as strategy.sequence_gpus says, whatever the model; see `slicing_obstacle`."""
     together, model = config.strategy.sequence_gpus, config.model
     if together == 1:
         return []
@@ -213,25 +214,25 @@ def _sequence_rules(config, gpus):
 
 
 def slicing_obstacle(settings: dict, sequence_gpus: int, seq_tokens: int) -> str | None:
-    """Why the tokens of a row cannot be shared by `sequence_gpus`, with the next step, or None.
+    """The error where the tokens of a row cannot be shared by `sequence_gpus`, or None.
 
     Args:
         settings: the keys of a config.json, of its text model.
     """
-    heads = settings["num_attention_heads"]
+    heads, where = settings["num_attention_heads"], f"strategy.sequence_gpus={sequence_gpus}"
     if heads % sequence_gpus:
-        return f"must divide the {heads} attention heads of the model; try {math.gcd(heads, sequence_gpus)}"
+        return f"{where}: must divide the {heads} attention heads of the model; try {math.gcd(heads, sequence_gpus)}"
     windows = [settings[name] for name in WINDOWS if settings.get(name)] if settings.get("use_sliding_window", True) else []
     if windows and min(windows) < seq_tokens:
-        return (f"the model attends within {min(windows)} tokens, and data.seq_tokens={seq_tokens}: the mask of a window "
-                f"takes whole rows; use strategy.sequence_gpus=1, or data.seq_tokens={min(windows)}")
+        return (f"{where}: the model attends within {min(windows)} tokens, and data.seq_tokens={seq_tokens}: the mask of a "
+                f"window takes whole rows; use strategy.sequence_gpus=1, or data.seq_tokens={min(windows)}")
     # frequencies by the largest position that a rank sees
     ropes = [settings.get(name) or {} for name in ("rope_parameters", "rope_scaling")]
     kinds = {part.get("rope_type", part.get("type")) for rope in ropes for part in (rope, *rope.values())
              if isinstance(part, dict)}
     if moving := kinds & MOVING_ROPES:
-        return (f"its rotary embeddings ({min(moving)}) depend on the length of a row, of which a rank sees a slice; use "
-                f"strategy.sequence_gpus=1")
+        return (f"{where}: its rotary embeddings ({min(moving)}) depend on the length of a row, of which a rank sees a "
+                f"slice; use strategy.sequence_gpus=1")
     return None
 
 

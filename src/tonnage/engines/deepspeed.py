@@ -303,5 +303,5 @@ def _forget_second_copy(parameter):
 
     0.19.8 makes it when a parameter is partitioned, and drops those of trained ones after a step alone.
     """
-    if getattr(parameter, "ds_secondary_tensor", None) is not None:
+    if hasattr(parameter, "ds_secondary_tensor"):
         parameter.ds_secondary_tensor = None

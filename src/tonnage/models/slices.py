@@ -87,7 +87,7 @@ def require_sliceable(config, sequence_gpus: int, seq_tokens: int) -> None:
     settings = text.to_dict() | {"num_attention_heads": text.num_attention_heads}
     obstacle = slicing_obstacle(settings, sequence_gpus, seq_tokens)
     if obstacle is not None:
-        raise ConfigError(f"strategy.sequence_gpus={sequence_gpus}: {obstacle}")
+        raise ConfigError(obstacle)
 
 
 def sliced_attention(module, query_BHSD, key_BHSD, value_BHSD, attention_mask, **options):

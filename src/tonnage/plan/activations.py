@@ -9,7 +9,7 @@ Sources: torch 2.13 derivatives.yaml for what an operation saves; arXiv 2205.051
 
 from collections import Counter
 from dataclasses import dataclass, field
-from math import gcd
+from math import gcd, inf
 
 from tonnage.facts.architectures import Architecture
 from tonnage.facts.sizes import LEAST_KEPT_INPUTS
@@ -20,8 +20,9 @@ class Op:
     """One operation. Sizes are looked up by name in `Tape.sizes`, all in bytes.
 
     `passes`: its gradient is handed on as it is (add, view). `temporary`: bytes alive only within it, forward and
-    backward. `weight`: bytes of the gradient of its weight, made in backward and kept. `product`: a matrix product or
-    attention kernel, whose results, `beside` the output too, selective checkpointing keeps.
+    backward. `weight`: bytes of the gradient of its weight, made in backward and kept. `multiplies`: for a number of the
+    result, of matrix products and attention kernels; selective checkpointing keeps what takes LEAST_KEPT_INPUTS of them,
+    and what such an operation gives `beside` its output.
     """
 
     output: str
@@ -31,7 +32,7 @@ class Op:
     forward_temporary: float = 0
     backward_temporary: float = 0
     weight: float = 0
-    product: bool = False
+    multiplies: float = 0
     beside: tuple[str, ...] = ()
 
 
@@ -68,7 +69,7 @@ class Played:
 def play(tape: Tape, source: str) -> Played:
     """Run the tape forward, with and without saving, then backward."""
     saved = {name for op in tape.ops for name in op.saves if name != source}
-    products = {name for op in tape.ops if op.product for name in (op.output, *op.beside)}
+    products = {name for op in tape.ops if op.multiplies >= LEAST_KEPT_INPUTS for name in (op.output, *op.beside)}
     return Played(saved=sum(tape.sizes[name] for name in saved), forward=_play_forward(tape, source, saved),
                   inference=_play_forward(tape, source, set()), backward=_play_backward(tape, source, saved),
                   products=sum(tape.sizes[name] for name in products),
@@ -246,7 +247,7 @@ class _Writer:
         unpacked = inputs * outputs * self.c if style.dequantised_weight else 0
         saves_input = style.trains_base or style.saves_inputs or (adapted and style.fused_adapter)
         forward, backward = self.float8_temporaries(inputs, outputs) if name in style.float8 else (unpacked, unpacked)
-        tape.add(base, self.of(outputs), x, product=inputs >= LEAST_KEPT_INPUTS,
+        tape.add(base, self.of(outputs), x, multiplies=inputs,
                  saves=(x,) if saves_input else (), forward_temporary=forward,
                  backward_temporary=backward,
                  weight=inputs * outputs * style.weight_gradient_bytes if style.trains_base else 0)
@@ -260,9 +261,9 @@ class _Writer:
             x = tape.add(f"{output}.dropped", narrow * inputs, x, saves=(f"{output}.mask",))
         # DoRA takes the norm of the changed weight: the product of its matrices (of the identity), and two sums
         weights = style.adapter_bytes * inputs * (inputs + 3 * outputs) if style.dora else 0
-        tape.add(f"{output}.A", narrow * style.rank, x, product=inputs >= LEAST_KEPT_INPUTS, saves=(x,),
+        tape.add(f"{output}.A", narrow * style.rank, x, multiplies=inputs, saves=(x,),
                  forward_temporary=weights)
-        lora = tape.add(f"{output}.B", narrow * outputs, f"{output}.A", product=style.rank >= LEAST_KEPT_INPUTS,
+        lora = tape.add(f"{output}.B", narrow * outputs, f"{output}.A", multiplies=style.rank,
                         saves=(f"{output}.A",))
         if style.dora:
             lora = tape.add(f"{output}.magnified", narrow * outputs, lora, saves=(lora,))
@@ -399,7 +400,7 @@ class _Writer:
             tape.add("softmax", scores * 4, "scores", saves=("softmax",))
             tape.add("weights", scores * self.c, "softmax")
             return tape.add("attended", self.of(width), "weights", v, saves=("weights", v))
-        tape.add("attended", self.of(width), q, k, v, product=True, beside=("log_sum_exp",),
+        tape.add("attended", self.of(width), q, k, v, multiplies=inf, beside=("log_sum_exp",),
                  saves=(*saves, "attended", "log_sum_exp"))
         tape.sizes["log_sum_exp"] = self.tokens * heads * 4
         return "attended"
@@ -425,7 +426,7 @@ class _Writer:
         """
         a, tape, style = self.a, self.tape, self.style
         pairs = self.c * self.tokens * a.experts_per_token
-        probabilities = tape.add("router", self.tokens * a.num_experts * 4, x, product=True,
+        probabilities = tape.add("router", self.tokens * a.num_experts * 4, x, multiplies=a.hidden,
                                  saves=(x, "router") if style.trains_base else ("router",))
         scores = tape.add("scores_of_experts", pairs, probabilities, saves=("scores_of_experts",))
         if style.looped_experts:
@@ -468,7 +469,7 @@ class _Writer:
         weights = a.num_experts // style.expert_gpus * inputs * outputs
         adapted = f"mlp.experts.{name}" in style.adapted
         unpacked = weights * self.c * style.dequantised_weight
-        base = tape.add(f"{output}.base" if adapted else output, pairs * outputs, x, product=inputs >= LEAST_KEPT_INPUTS,
+        base = tape.add(f"{output}.base" if adapted else output, pairs * outputs, x, multiplies=inputs,
                         saves=(x,) if style.trains_base else (), forward_temporary=unpacked, backward_temporary=unpacked,
                         weight=weights * style.weight_gradient_bytes if style.trains_base else 0)
         if not adapted:
@@ -476,8 +477,8 @@ class _Writer:
         if style.dropout:
             tape.sizes[f"{output}.mask"] = pairs / self.c * inputs
             x = tape.add(f"{output}.dropped", pairs * inputs, x, saves=(f"{output}.mask",))
-        low = tape.add(f"{output}.A", pairs * style.rank, x, product=inputs >= LEAST_KEPT_INPUTS, saves=(x,))
-        lora = tape.add(f"{output}.B", pairs * outputs, low, product=style.rank >= LEAST_KEPT_INPUTS, saves=(low,))
+        low = tape.add(f"{output}.A", pairs * style.rank, x, multiplies=inputs, saves=(x,))
+        lora = tape.add(f"{output}.B", pairs * outputs, low, multiplies=style.rank, saves=(low,))
         scaled = tape.add(f"{output}.scaled", pairs * outputs, lora)
         return tape.add(output, pairs * outputs, base, scaled, passes=True)
 

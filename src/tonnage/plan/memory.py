@@ -103,14 +103,11 @@ def assemble(job: Job, style: Style, spread: Spread, loss: LossBytes) -> Memory:
     # a norm that casts its input saves the cast instead
     saves_input = style.fused_norm or style.compute_bytes == 4
     between *= 4 if style.checkpoints_parts else 1
-    saved = []
-    for i, layer in enumerate(layers):
-        if how[i] == "none":
-            saved.append(layer.saved + saves_input * boundary)
-        else:
-            elsewhere = style.inputs_on_host and sum(one != "none" for one in how[:i]) >= style.inputs_on_host
-            saved.append((0.0 if elsewhere else between) + layer.products * (how[i] == "selective"))
-    below = [0, *accumulate(saved)]  # of the layers before each
+    own = [{"none": layer.saved, "selective": layer.products, "full": 0.0}[way]
+           for way, layer in zip(how, layers, strict=True)]
+    on_gpu = [i for i, way in enumerate(how) if way != "none"][:style.inputs_on_host or None]  # of checkpointed layers
+    inputs = [saves_input * boundary if way == "none" else between * (i in on_gpu) for i, way in enumerate(how)]
+    below = [0, *accumulate(map(sum, zip(own, inputs, strict=True)))]  # of the layers before each
     held = spread.weights | {"optimizer states": spread.states}
     mask = job.micro_rows * job.seq_tokens**2 if style.holds_mask else 0  # one for all layers, a byte each
     held_root = held | {"gathered for the whole step": spread.root.whole, "attention mask": mask}
@@ -147,7 +144,7 @@ def assemble(job: Job, style: Style, spread: Spread, loss: LossBytes) -> Memory:
         here = held_root | {
             "gradients": max(summed, spread.share * above) + (spread.second_sum if summed else 0.0),
             "gathered": unit.whole + unit.experts + ahead,
-            kept: below[i + 1] - {"none": layer.saved, "selective": layer.products, "full": 0.0}[how[i]]}
+            kept: below[i + 1] - own[i]}
         if spread.keeps_input_gradients:  # a layer's own output gradient is counted in its backward
             here |= {kept: below[-1], "gradients of layer inputs": max(0, a.num_layers - 2 - i) * between}
         again = {"none": 0.0, "selective": layer.again, "full": style.dora * layer.forward}[how[i]]

@@ -143,7 +143,10 @@ def _micro_batches(config: Config, gpus: int) -> Iterator[Config]:
     if batch.micro_rows != "auto" or batch.accumulation_steps != "auto":
         yield config
         return
-    together = config.strategy.sequence_gpus
-    most = max(1, MOST_MICRO_TOKENS * together // config.data.seq_tokens)
-    for rows in micro_choices(batch, max(1, gpus // together), most):
+    for rows in micro_choices(batch, max(1, gpus // config.strategy.sequence_gpus), most_micro_rows(config)):
         yield replace(config, batch=replace(batch, micro_rows=rows))
+
+
+def most_micro_rows(config: Config) -> int:
+    """The largest micro-batch that `auto` takes: of MOST_MICRO_TOKENS a GPU."""
+    return max(1, MOST_MICRO_TOKENS * config.strategy.sequence_gpus // config.data.seq_tokens)

@@ -7,13 +7,14 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 
 from tonnage.config.batch import micro_choices
+from tonnage.config.rules import sequence_faults
 from tonnage.config.schema import Adapter, Config
 from tonnage.errors import ConfigError
 from tonnage.facts.capabilities import CAPABILITIES, chosen_of, violations
 from tonnage.facts.gpus import GPUS
 from tonnage.facts.models import MODELS
 from tonnage.plan.job import checkpointing_words
-from tonnage.plan.planner import MOST_MICRO_TOKENS, Plan, make_plan, plan_layout
+from tonnage.plan.planner import Plan, make_plan, most_micro_rows, plan_layout
 from tonnage.plan.verdict import DOES_NOT_FIT, FITS
 
 # what a change of these makes another run of: it comes last among the remedies
@@ -108,8 +109,7 @@ def remedies(config: Config, plan: Plan, most: int = 3) -> list[Found]:
 def _candidates(config: Config, plan: Plan, extremes: bool) -> Iterator[tuple[Config, dict[str, str]]]:
     """Configs and, by key, the words that make them of `config`; what is `auto` is tried as it is, too."""
     layout = plan.layout
-    most = max(1, MOST_MICRO_TOKENS * layout.sequence_gpus // config.data.seq_tokens)
-    micro = ("auto", 1) if extremes else micro_choices(config.batch, layout.shares, most)
+    micro = ("auto", 1) if extremes else micro_choices(config.batch, layout.shares, most_micro_rows(config))
     axes = {
         "strategy": dict.fromkeys((config.strategy.name, *CAPABILITIES)),
         "strategy.offload": dict.fromkeys((config.strategy.offload, "none", "optimizer", "all")),
@@ -155,9 +155,10 @@ def _expert_gpus(plan):
 
 def _sequence_gpus(config, plan):
     """Over how many GPUs rows can be shared: those of a node, as far as heads divide; 1 where that is refused."""
-    heads, layout = plan.job.architecture.num_heads, plan.layout
-    refused = config.data.packing or config.model.compile or config.model.attention not in ("auto", "sdpa")
-    return 1 if refused else math.gcd(heads, layout.gpus, layout.gpus_per_node)
+    layout = plan.layout
+    together = math.gcd(plan.job.architecture.num_heads, layout.gpus, layout.gpus_per_node)
+    shared = replace(config, strategy=replace(config.strategy, sequence_gpus=together))
+    return 1 if sequence_faults(shared, layout.gpus) else together
 
 
 def _spread_words(candidate):
