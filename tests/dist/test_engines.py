@@ -1,5 +1,6 @@
 """What every engine must do besides learning the same: resume anywhere, survive NaN, discard, clip, evaluate."""
 
+import json
 import math
 from datetime import timedelta
 from pathlib import Path
@@ -279,6 +280,19 @@ def test_activation_checkpointing_changes_nothing(pools, tmp_path, strategy, ada
         again = pools(2).run(train_three, folder, *words, *how)[0]
         assert again[0] == pytest.approx(plain[0], rel=1e-6), how
         assert furthest(again[1], plain[1]) < 1e-5, how
+
+
+@pytest.mark.parametrize("how", ["full", "selective"])
+def test_weights_gathered_within_a_layer_do_not_upset_checkpointing(pools, tmp_path, how):
+    folder = make_model(tmp_path, hidden=128, layers=6)
+    few = {"stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0, "stage3_max_live_parameters": 100_000,
+           "stage3_prefetch_bucket_size": 40_000}  # for all layers to be gathered anew, some while another computes
+    words = ("zero3", "adapter=full", "optimizer.learning_rate=0.001", "batch.micro_rows=1",
+             f"strategy.extra={json.dumps({'zero_optimization': few})}".replace('"', ""))
+    plain = pools(2).run(train_three, folder, *words)[0]
+    again = pools(2).run(train_three, folder, *words, f"model.activation_checkpointing={how}")[0]
+    assert again[0] == pytest.approx(plain[0], rel=1e-6)
+    assert furthest(again[1], plain[1]) < 1e-5
 
 
 @pytest.mark.parametrize(("adapter", "ranks", "hpz_gpus"), [

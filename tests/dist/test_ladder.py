@@ -15,6 +15,7 @@ from tonnage.train import loop
 LIMITS = {"loss": 1e-5, "norm": 2e-5, "sgd": 1e-4}
 KINDS = {"full": ("full", "none"), "lora": ("lora", "none"), "fp8": ("lora", "fp8"), "nf4": ("qlora", "nf4")}
 EXPERT_PARALLEL = ("strategy.expert_gpus=2",)
+SELECTIVE = ("model.activation_checkpointing=selective",)
 SHARED_ROWS = ("strategy.sequence_gpus=2", "model.activation_checkpointing=full")
 # strategy, ranks, rows of a micro-batch, more keys; of other families than DeepSeek-V3 some cells are slow tests
 LAYOUTS = [("zero3", 1, 3, ()), ("zero3", 2, 2, ()), ("fsdp", 1, 3, ()), ("fsdp", 2, 2, ()), ("fsdp", 2, 1, EXPERT_PARALLEL)]
@@ -24,7 +25,10 @@ CELLS = [pytest.param(family, kind, *layout, marks=() if family == "deepseek_v3"
 CELLS += [("deepseek_v3", "lora", "fsdp", 2, 2, SHARED_ROWS), ("qwen3_moe", "lora", "fsdp", 2, 2, SHARED_ROWS),
           pytest.param("deepseek_v3", "full", "zero3", 2, 1, SHARED_ROWS, marks=pytest.mark.slow),
           ("deepseek_v3", "fp8", "fsdp", 2, 2, EXPERT_PARALLEL + SHARED_ROWS),
-          pytest.param("qwen3_moe", "full", "fsdp", 2, 1, EXPERT_PARALLEL + SHARED_ROWS, marks=pytest.mark.slow)]
+          pytest.param("qwen3_moe", "full", "fsdp", 2, 1, EXPERT_PARALLEL + SHARED_ROWS, marks=pytest.mark.slow),
+          ("deepseek_v3", "fp8", "fsdp", 2, 1, EXPERT_PARALLEL + SELECTIVE),
+          *(pytest.param("deepseek_v3", "full", *where, SELECTIVE + where_more, marks=pytest.mark.slow)
+            for where, where_more in ((("zero3", 2, 2), ()), (("fsdp", 2, 1), EXPERT_PARALLEL)))]
 
 
 @pytest.fixture(scope="session")

@@ -24,12 +24,12 @@ from tonnage.train.source import PreparedSource
 NUM_ROWS, GLOBAL_ROWS = 16, 7  # windows of 7, 7 and 2 rows
 
 
-def make_model(folder: Path, tied: bool = False, hidden: int = 32, kv_heads: int = 2) -> str:
-    """A Llama of 2 layers with random weights, saved as a Hugging Face folder."""
+def make_model(folder: Path, tied: bool = False, hidden: int = 32, kv_heads: int = 2, layers: int = 2) -> str:
+    """A Llama with random weights, saved as a Hugging Face folder."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    config = LlamaConfig(vocab_size=96, hidden_size=hidden, intermediate_size=2 * hidden, num_hidden_layers=2,
+    config = LlamaConfig(vocab_size=96, hidden_size=hidden, intermediate_size=2 * hidden, num_hidden_layers=layers,
                          num_attention_heads=4, num_key_value_heads=kv_heads, max_position_embeddings=128, tie_word_embeddings=tied,
                          initializer_range=0.2)
     LlamaForCausalLM(config).save_pretrained(folder)

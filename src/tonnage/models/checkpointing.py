@@ -7,6 +7,7 @@ from functools import partial
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from tonnage.config.schema import Model
@@ -27,7 +28,7 @@ def checkpoint_layers(model: nn.Module, settings: Model) -> None:
     # reentrant checkpointing needs an input that requires grad, and reduces twice under ZeRO-2
     how = {"use_reentrant": False}
     if settings.activation_checkpointing == "selective":
-        how["context_fn"] = partial(create_selective_checkpoint_contexts, _keeps)
+        how["context_fn"] = partial(create_selective_checkpoint_contexts, _policy) if settings.compile else _contexts
     which = {"every_n_layers": settings.checkpoint_every_layers} if settings.checkpoint_every_layers > 1 else {}
     if settings.checkpoints_on_host and host_is_apart():
         which["offload"] = True
@@ -44,7 +45,32 @@ def host_is_apart() -> bool:
     return torch.accelerator.is_available()
 
 
-def _keeps(_, op, *args, **kwargs):
+def _contexts():
+    """torch's two modes, which see only what is kept.
+
+    torch 2.13 counts every operation, and raises where the second forward has more of one kind than the first. Under ZeRO-3
+    weights are gathered within a layer, ahead of their use, in other numbers each time; nothing of that is kept.
+    """
+    return tuple(_OfKept(mode) for mode in create_selective_checkpoint_contexts(_policy))
+
+
+class _OfKept(TorchDispatchMode):
+    """Hands on to `mode` the operations whose results are kept, and runs the others."""
+
+    def __init__(self, mode):
+        super().__init__()
+        self.mode = mode
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        if _is_kept(op, args):
+            return self.mode.__torch_dispatch__(op, types, args, kwargs)
+        return op(*args, **kwargs or {})
+
+
+def _policy(_, op, *args, **kwargs):
+    return CheckpointPolicy.MUST_SAVE if _is_kept(op, args) else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _is_kept(op, args):
     first = PRODUCTS.get(op.name())
-    kept = op.name() in ATTENTION if first is None else args[first].shape[-1] >= LEAST_KEPT_INPUTS
-    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+    return op.name() in ATTENTION if first is None else args[first].shape[-1] >= LEAST_KEPT_INPUTS

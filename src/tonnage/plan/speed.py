@@ -38,9 +38,9 @@ ELEMENTWISE_BYTES, ELEMENTWISE_BYTES_COMPILED = 130, 50
 LOGIT_BYTES = 24  # per logit, forward and backward of an eager loss: bf16 and fp32 written and read again
 # ATen calls of forward and backward, without and with recomputing, counted on transformers' Llama and peft's LoRA; a
 # call costs the host 5 to 10 us in eager PyTorch. Selective checkpointing asks Python about each call, forward and again:
-# 2.6 and 3.2 times what full adds, measured on layers too small for their arithmetic to count (torch 2.13, a Xeon)
-CALLS_PER_LAYER = {"none": 219, "selective": 560, "full": 350}
-CALLS_PER_ADAPTED_MATRIX = {"none": 29, "selective": 74, "full": 43}
+# 2.1 and 2.3 times what full adds, measured on layers too small for their arithmetic to count (torch 2.13, a Xeon)
+CALLS_PER_LAYER = {"none": 219, "selective": 500, "full": 350}
+CALLS_PER_ADAPTED_MATRIX = {"none": 29, "selective": 61, "full": 43}
 CALL_S = 8e-6
 COMPILED_CALLS = 0.2  # of the calls of an eager layer are left of a compiled one
 # read and written by the update of one parameter on the GPU: gradient, weight, moments, bf16 copy, clipping besides
