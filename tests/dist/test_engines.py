@@ -451,6 +451,31 @@ def local(tensor):
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
+def pinned(folder, strategy, offload):
+    """Bytes a trained parameter that DeepSpeed asks to pin by the end of a run; one by one freed before it ends are twice."""
+    from deepspeed.accelerator import get_accelerator
+
+    kind, sizes = type(get_accelerator()), []
+    before, kind.pin_memory = kind.pin_memory, lambda self, tensor, *_, **__: sizes.append(tensor.nbytes) or tensor
+    try:
+        config = config_for(strategy, "adapter=full", "precision=bf16", f"strategy.offload={offload}")
+        s = open_tiny(config, folder)
+        loop.train(s)
+        size = sum(getattr(parameter, "ds_numel", parameter.numel()) for _, parameter in s.engine.trained())
+        s.engine.close()
+    finally:
+        kind.pin_memory = before
+    return sum(sizes) / size
+
+
+@pytest.mark.parametrize("strategy, offload, per_parameter", [
+    ("zero1", "optimizer", 4 + 4 + 2), ("zero2", "optimizer", 4 + 4 + 2), ("zero3", "optimizer", 4 + 4),
+    ("zero3", "all", 4 + 4 + 2 + 2)])
+def test_deepspeed_pins_what_the_plan_of_the_host_counts(pools, tmp_path, strategy, offload, per_parameter):
+    folder = make_model(tmp_path, hidden=256, layers=4)  # large beside a buffer of a tensor
+    assert pools(1).run(pinned, folder, strategy, offload)[0] == pytest.approx(per_parameter, rel=0.1)
+
+
 @pytest.mark.parametrize("strategy, overrides", [
     ("zero2", ("precision=bf16",)), ("fsdp", ()),
     *(pytest.param(*case, marks=pytest.mark.slow) for case in (

@@ -2,12 +2,14 @@
 
 import json
 from collections import Counter
+from contextlib import nullcontext
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tonnage.config.schema import Adapter, Model
+from tonnage.errors import ConfigError
 from tonnage.facts.models import MODELS
 from tonnage.models import build, checkpointing
 
@@ -75,15 +77,21 @@ def test_only_the_inputs_of_layers_go_to_the_host(tmp_path, monkeypatch):
         return torch.autograd.graph.saved_tensors_hooks(lambda one: moved.append(one.shape) or one, lambda kept: kept)
 
     monkeypatch.setattr("transformers.modeling_utils.save_on_cpu", note)
-    step(tmp_path, checkpoints_on_host=True)
-    assert moved == []  # there is no device to move them from
-    monkeypatch.setattr(checkpointing, "host_is_apart", lambda: True)
     step(tmp_path, activation_checkpointing="selective", checkpoints_on_host=True)
     assert moved == [(1, 12, 128)] * 4
 
 
-@pytest.mark.skipif(torch.accelerator.is_available(), reason="asks for a machine without a GPU")
-def test_pinned_memory_is_still_asked_for_where_there_is_no_device():
-    """Where this fails, `host_is_apart` can go: layers are then checkpointed on the host without it."""
-    with torch.autograd.graph.save_on_cpu(pin_memory=True, device_type="cpu"), pytest.raises(RuntimeError, match="pin"):
-        torch.ones(2, requires_grad=True).square()
+@pytest.mark.parametrize("change, settings, message", [
+    ({"supports_gradient_checkpointing": False}, {}, "=full: LlamaForCausalLM cannot checkpoint; use none"),
+    ({"_set_gradient_checkpointing": lambda self, module, value=False: None}, {}, "which is not told how; use none"),
+    ({}, {"checkpoint_every_layers": 2}, "no layers that checkpoint one by one; use model.checkpoint_every_layers=1"),
+    ({}, {"checkpoints_on_host": True}, "no layers that checkpoint one by one"),
+    ({}, {}, None)])
+def test_a_model_that_would_take_no_notice_is_refused(tmp_path, monkeypatch, change, settings, message):
+    from transformers import LlamaForCausalLM
+
+    for name, value in change.items():
+        monkeypatch.setattr(LlamaForCausalLM, name, value)
+    monkeypatch.setattr(checkpointing, "GradientCheckpointingLayer", int)  # as of code that does without it
+    with pytest.raises(ConfigError, match=message) if message else nullcontext():
+        step(tmp_path, activation_checkpointing="full", **settings)

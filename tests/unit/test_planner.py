@@ -13,6 +13,7 @@ from tonnage.errors import ConfigError
 from tonnage.facts.gpus import GPUS
 from tonnage.facts.models import MODELS
 from tonnage.plan import tables, text
+from tonnage.plan.host import pinned_bytes
 from tonnage.plan.planner import MOST_MICRO_TOKENS, architecture_of, make_plan, plan_layout
 from tonnage.plan.search import GAIN, remedies, search
 from tonnage.plan.verdict import DOES_NOT_FIT, FITS, TIGHT, verdict
@@ -208,8 +209,24 @@ def test_host_memory_grows_with_what_is_offloaded():
     here = planned("model=llama8b", "adapter=full", "gpu=h100", "gpus=8", "strategy=zero2")[1].host
     offloaded = planned("model=llama8b", "adapter=full", "gpu=h100", "gpus=8", "strategy=zero2",
                         "strategy.offload=optimizer")[1].host
-    assert offloaded.memory_gib - here.memory_gib == pytest.approx(16 * 8.03e9 / GIB, rel=0.01)
+    # moments; fp32 weights and gradients, and weights in bf16: 4.02e9 and 2.01e9 bytes of a GPU, pinned
+    assert offloaded.memory_gib - here.memory_gib == pytest.approx(8 * 8.03e9 / GIB + 8 * (4 + 4 + 2), rel=1e-3)
     assert here.checkpoint_gib == pytest.approx(12 * 8.03e9 / GIB, rel=0.01)
+
+
+def test_a_block_of_pinned_memory_is_a_power_of_two():
+    assert [pinned_bytes(size) for size in (0, 1, 4096, 4097)] == [0, 1, 4096, 8192]
+    assert [pinned_bytes(size, block=10) for size in (9, 20, 25)] == [16, 32, 16 + 16 + 8]
+
+
+@pytest.mark.parametrize("strategy, offload, per_parameter", [
+    ("zero1", "optimizer", 18), ("zero2", "optimizer", 18), ("zero3", "optimizer", 20), ("zero3", "all", 24)])
+def test_each_buffer_of_deepspeed_on_the_host_is_counted(strategy, offload, per_parameter):
+    terms = planned("model=llama7b", "adapter=full", "gpu=h100", f"strategy={strategy}",
+                    f"strategy.offload={offload}")[1].host.terms
+    found = sum(terms[name] for name in terms if name.startswith("offloaded"))
+    exact = per_parameter * 6.738e9 / GIB
+    assert exact <= found < 1.4 * exact
 
 
 def test_layer_inputs_on_the_host_leave_the_gpu_and_are_counted_there_and_on_the_link():
@@ -218,6 +235,9 @@ def test_layer_inputs_on_the_host_leave_the_gpu_and_are_counted_there_and_on_the
     inputs = 32 * 32768 * 4096 * 2  # layers x tokens x hidden, in bf16
     assert here.memory.peak_bytes - there.memory.peak_bytes == pytest.approx(inputs * 31 / 32, rel=1e-6)
     assert there.host.memory_gib - here.host.memory_gib == pytest.approx(8 * inputs / GIB)
+    wide = ("model=qwen32b", "gpu=h100", "gpus=8", "data.seq_tokens=4096", "batch.micro_rows=1")
+    rounded = planned(*wide, "model.checkpoints_on_host=true")[1].host.terms["inputs of layers"]
+    assert rounded == pytest.approx(8 * 64 * 4096 * 8192 * 2 / GIB)  # of 5,120 hidden
     assert there.speed.micro_step_s - here.speed.micro_step_s == pytest.approx(
         2 * inputs / (there.gpu.host_link_gb_s * 0.8e9))
 

@@ -73,6 +73,8 @@ def test_the_cut_is_that_of_the_number_of_gpus_and_of_the_row_length():
      ["model.checkpoint_every_layers=2: nothing is checkpointed", "use full or selective"]),
     (["model.activation_checkpointing=none", "model.checkpoints_on_host=true"], {},
      ["model.checkpoints_on_host=true: nothing is checkpointed", "use full or selective"]),
+    (["model.checkpoints_on_host=true"], {"device": "cpu"},
+     ["model.checkpoints_on_host=true: moves tensors from a GPU", "device=cpu has no GPU"]),
     (["model.compile=true", "model.checkpoints_on_host=true"], {},
      ["model.checkpoints_on_host=true: not with model.compile"]),
     (["optimizer.scale_lr=sqrt", "batch.global_tokens=1000"], {},

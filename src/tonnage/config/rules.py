@@ -113,6 +113,9 @@ def _broken_rules(config, gpus, per_node, device, strategy):
         (config.model.activation_checkpointing == "none" and config.model.checkpoints_on_host,
          "model.checkpoints_on_host=true: nothing is checkpointed by model.activation_checkpointing=none; use full or "
          "selective"),
+        (config.model.checkpoints_on_host and device == "cpu",
+         "model.checkpoints_on_host=true: moves tensors from a GPU to the host, and device=cpu has no GPU; use "
+         "model.checkpoints_on_host=false"),
         (config.model.compile and config.model.checkpoints_on_host,
          "model.checkpoints_on_host=true: not with model.compile=true, which leaves out the hooks that move tensors; use "
          "one of the two"),

@@ -76,7 +76,7 @@ def build_model(folder: str, model: Model, adapter: Adapter, attention: str, fro
     for parent in listed_experts(built):
         let_all_take_part(parent)
     if model.activation_checkpointing != "none":
-        checkpoint_layers(built, model)
+        checkpoint_layers(built if adapter.name == "full" else built.get_base_model(), model)
     return built.train()
 
 

@@ -3,14 +3,16 @@
 Source: https://docs.pytorch.org/docs/2.13/checkpoint.html
 """
 
+import inspect
 from functools import partial
 
-import torch
-from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from tonnage.config.schema import Model
+from tonnage.errors import ConfigError
 from tonnage.facts.sizes import LEAST_KEPT_INPUTS
 
 # what `selective` keeps: the results of matrix products and of attention, where a layer's time goes; by the place of their
@@ -23,26 +25,36 @@ ATTENTION = frozenset({
     "flash_attn::_flash_attn_forward", "flash_attn::_flash_attn_varlen_forward"})
 
 
-def checkpoint_layers(model: nn.Module, settings: Model) -> None:
-    """Let the decoder layers of `model` checkpoint as model.activation_checkpointing (not none) and its two keys say."""
+def checkpoint_layers(model: PreTrainedModel, settings: Model) -> None:
+    """Let the decoder layers of `model` checkpoint as model.activation_checkpointing (not none) and its two keys say.
+
+    Raises:
+        ConfigError: a model whose code would take no notice of that.
+    """
+    if (obstacle := _obstacle(model, settings)) is not None:
+        raise ConfigError(f"model.activation_checkpointing={settings.activation_checkpointing}: {type(model).__name__} "
+                          f"{obstacle}")
     # reentrant checkpointing needs an input that requires grad, and reduces twice under ZeRO-2
     how = {"use_reentrant": False}
     if settings.activation_checkpointing == "selective":
         how["context_fn"] = partial(create_selective_checkpoint_contexts, _policy) if settings.compile else _contexts
     which = {"every_n_layers": settings.checkpoint_every_layers} if settings.checkpoint_every_layers > 1 else {}
-    if settings.checkpoints_on_host and host_is_apart():
+    if settings.checkpoints_on_host:
         which["offload"] = True
     # by the older of its two names: transformers 5.17, with which benchmarks/gpu.sh runs too, has no other
     model.gradient_checkpointing_enable(how, **which)
 
 
-def host_is_apart() -> bool:
-    """Whether there is a device to move tensors from; without one they are in host memory already.
-
-    transformers 5.24 means to leave them there, but asks for pinned memory that torch 2.13 has on devices alone:
-    https://github.com/huggingface/transformers/blob/v5.24.0/src/transformers/modeling_utils.py, checkpoint_func
-    """
-    return torch.accelerator.is_available()
+def _obstacle(model, settings):
+    if not model.supports_gradient_checkpointing:
+        return "cannot checkpoint; use none"
+    if "value" in inspect.signature(model._set_gradient_checkpointing).parameters:  # transformers then drops `how`
+        return "checkpoints in the way of transformers before 4.35, which is not told how; use none"
+    each_alike = settings.checkpoint_every_layers == 1 and not settings.checkpoints_on_host
+    if not each_alike and not any(isinstance(module, GradientCheckpointingLayer) for module in model.modules()):
+        return ("has no layers that checkpoint one by one; use model.checkpoint_every_layers=1 "
+                "model.checkpoints_on_host=false")
+    return None
 
 
 def _contexts():

@@ -82,10 +82,14 @@ class Job:
         return self.computed_again * (self.checkpointing == "full")
 
     @property
-    def host_boundary_bytes(self) -> float:
-        """Bytes of the layer inputs of one micro-batch that one rank keeps on the host."""
-        return self.checkpoints_on_host * self.checkpointed_layers * (
-            self.micro_tokens * self.architecture.hidden * self.compute_bytes)
+    def layers_on_host(self) -> int:
+        """Layers whose inputs are kept on the host."""
+        return self.checkpoints_on_host * self.checkpointed_layers
+
+    @property
+    def layer_input_bytes(self) -> int:
+        """Bytes of one layer's input of one micro-batch on one GPU."""
+        return self.micro_tokens * self.architecture.hidden * self.compute_bytes
 
     @property
     def slice_tokens(self) -> int:

@@ -339,7 +339,7 @@ def _offload_s(job, gpu, base_bytes):
     that are kept on the host go there and come back each micro-batch. Source: arXiv 2101.06840, section 4.
     """
     link, trained = gpu.host_link_gb_s * 1e9 * HOST_LINK_FRACTION, job.trained_parameters / job.shard_gpus
-    inputs_s = 2 * job.host_boundary_bytes / link
+    inputs_s = 2 * job.layers_on_host * job.layer_input_bytes / link
     if job.offload == "none":
         return inputs_s, 0.0, 0.0
     frozen = 0 if job.trains_all else job.architecture.num_parameters / job.shard_gpus

@@ -184,7 +184,6 @@ def _one_sample_a_row(config):
     return mock.patch("transformers.masking_utils.find_packed_sequence_indices", lambda position_ids: None)
 
 
-@contextmanager
 def _host_apart():
     """Within, there is a device besides the host: what layers keep there takes no memory of it, and comes back as new."""
     def to_host(tensor):
@@ -193,10 +192,8 @@ def _host_apart():
     def to_device(kept):
         return torch.empty(kept[0], dtype=kept[1])
 
-    with mock.patch("tonnage.models.checkpointing.host_is_apart", lambda: True), mock.patch(
-            "transformers.modeling_utils.save_on_cpu",
-            lambda **_: torch.autograd.graph.saved_tensors_hooks(to_host, to_device)):
-        yield
+    return mock.patch("transformers.modeling_utils.save_on_cpu",
+                      lambda **_: torch.autograd.graph.saved_tensors_hooks(to_host, to_device))
 
 
 def _even_experts():
