@@ -1,6 +1,7 @@
 """Plans, verdicts, remedies, tables: what they say is right by arithmetic, or by the rules of a run."""
 
 import dataclasses
+import json
 import math
 import re
 
@@ -8,9 +9,10 @@ import pytest
 import yaml
 
 from tonnage.config.compose import ROOT, compose_config
+from tonnage.config.rules import resolve_layout
 from tonnage.data.windows import cut_window
 from tonnage.errors import ConfigError
-from tonnage.facts.gpus import GPUS
+from tonnage.facts.gpus import GPUS, gpu_of
 from tonnage.facts.models import MODELS
 from tonnage.plan import tables, text
 from tonnage.plan.host import pinned_bytes
@@ -158,19 +160,46 @@ def test_gpus_that_share_a_row_hold_its_slices_and_are_offered_where_a_row_does_
     config, alone = planned(*LONG)
     assert alone.verdict == DOES_NOT_FIT and alone.job.micro_tokens == 131072
     advice = {one.override: one for one in remedies(config, alone)}
-    one = advice["strategy.sequence_gpus=8"]
+    one = advice["strategy.sequence_gpus=2"]  # as few as it takes
     _, together = planned(*LONG, *one.override.split())
     assert together.verdict == FITS and together.memory.peak_bytes / GIB == pytest.approx(one.peak_gib)
-    assert (together.job.micro_tokens, together.layout.shares, together.layout.cut.accumulation_steps) == (16384, 1, 8)
+    assert (together.job.micro_tokens, together.layout.shares, together.layout.cut.accumulation_steps) == (65536, 4, 2)
     assert together.job.step_tokens == alone.job.step_tokens == 8 * 131072
-    assert "8 rows of 131,072 tokens: 1 x 1 rows x 8 accumulation steps, each row shared by 8 GPUs" in text.describe(
+    assert "8 rows of 131,072 tokens: 4 x 1 rows x 2 accumulation steps, each row shared by 2 GPUs" in text.describe(
         config, together)
     fitting = {one.override for one in search(config, alone, extremes=True).fitting}
-    shared = [words for words in fitting if "strategy.sequence_gpus=8" in words]
-    assert shared and not fitting & {" ".join(word for word in words.split() if "sequence_gpus" not in word)
-                                     for words in shared}
+    shared = [words for words in fitting if "sequence_gpus=" in words]
+    fewer = {words.replace(f"sequence_gpus={more}", f"sequence_gpus={few}") for words in shared for more in (2, 4, 8)
+             for few in (2, 4) if few < more and f"sequence_gpus={more}" in words}
+    unshared = {" ".join(word for word in words.split() if "sequence_gpus" not in word) for words in shared}
+    assert shared and not fitting & (fewer | unshared)
     with pytest.raises(ConfigError, match="sequence_gpus=3: must divide the 32 attention heads of the model; try 1"):
         planned("model=llama8b", "gpu=h100", "gpus=6", "strategy.sequence_gpus=3")
+
+
+@pytest.mark.parametrize("settings, message", [
+    ({"sliding_window": 4096}, "attends within 4096 tokens"), ({"rope_scaling": {"type": "dynamic"}}, r"\(dynamic\)")])
+def test_a_folder_whose_rows_cannot_be_shared_is_refused_by_its_plan(tmp_path, settings, message):
+    (tmp_path / "config.json").write_text(json.dumps(MODELS["mixtral8x7b"].hf_config | settings))
+    words = ("model=custom", f"model.path={tmp_path}", "gpu=h200", "gpus=8", "data.seq_tokens=8192")
+    config, plan = planned(*words)
+    assert not any("sequence_gpus" in one.override for one in search(config, plan, extremes=True).fitting)
+    with pytest.raises(ConfigError, match=message):
+        planned(*words, "strategy.sequence_gpus=2")
+
+
+def test_a_second_copy_is_for_zero3_whoever_chooses_the_strategy():
+    words = ("model=llama8b", "adapter=full", "gpu=h100", "gpus=16", "strategy.hpz_gpus=8")
+    for under_deepspeed in (False, True):
+        config = compose_config(words)
+        layout = plan_layout(config, architecture_of(config), gpu_of("h100"), under_deepspeed)
+        assert layout.strategy == "zero3"
+    assert resolve_layout(config, 16, "cpu", 8, False).strategy == "zero3"
+    found = search(config, planned(*words)[1], extremes=True).fitting
+    assert {one.strategy for one in found} >= {"zero3", "fsdp"}  # without the copy
+    assert all("strategy.hpz_gpus=1" in one.override for one in found if one.strategy != "zero3")
+    offered = search(*planned(*words[:-1], "cluster.network_gb_s=5", "batch.micro_rows=1")).fitting
+    assert any("strategy=zero3 strategy.hpz_gpus=8" in one.override for one in offered)
 
 
 def test_the_page_of_long_rows_says_what_the_planner_says():
@@ -194,8 +223,6 @@ def test_unknown_arithmetic_gives_no_speed_and_unknown_prices_no_cost():
 
 
 def test_a_model_folder_is_planned_by_its_config_and_a_missing_one_refused(tmp_path):
-    import json
-
     (tmp_path / "config.json").write_text(json.dumps(MODELS["mixtral8x7b"].hf_config))
     config, plan = planned("model=custom", f"model.path={tmp_path}", "gpu=h200", "gpus=8")
     named = planned("model=mixtral8x7b", "gpu=h200", "gpus=8")[1]

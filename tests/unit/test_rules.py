@@ -10,6 +10,7 @@ from tonnage.config.batch import resolve_batch
 from tonnage.config.compose import compose_config, schema_fields
 from tonnage.config.rules import check_fork, check_resume, freeze, resolve_layout, slicing_obstacle
 from tonnage.errors import ConfigError
+from tonnage.facts.architectures import row_facts
 from tonnage.facts.models import MODELS
 
 composed = lru_cache(compose_config)  # by overrides; configs are frozen
@@ -133,15 +134,17 @@ def test_gpus_that_share_rows_have_one_share_of_them():
 
 
 def test_what_looks_at_whole_rows_is_an_obstacle():
-    settings = {"num_attention_heads": 8, "sliding_window": 4096, "rope_parameters": {"rope_type": "yarn"}}
-    assert slicing_obstacle(settings, 2, 4096) is None
-    assert slicing_obstacle(settings | {"use_sliding_window": False}, 2, 8192) is None
+    def obstacle(seq_tokens, sequence_gpus=2, num_heads=8, **changed):
+        settings = {"sliding_window": 4096, "rope_parameters": {"rope_type": "yarn"}} | changed
+        return slicing_obstacle(sequence_gpus, seq_tokens, num_heads, **row_facts(settings))
+
+    assert obstacle(4096) is obstacle(8192, use_sliding_window=False) is obstacle(8192, sequence_gpus=1) is None
     for changed, seq_tokens, told in (
             ({}, 4097, "attends within 4096 tokens"), ({"attention_chunk_size": 512}, 1024, "attends within 512 tokens"),
-            ({"num_attention_heads": 9}, 128, "must divide the 9 attention heads of the model; try 1"),
+            ({"num_heads": 9}, 128, "must divide the 9 attention heads of the model; try 1"),
             ({"rope_scaling": {"type": "dynamic"}}, 128, "(dynamic)"),
             ({"rope_parameters": {"full_attention": {"rope_type": "longrope"}}}, 128, "(longrope)")):
-        assert told in slicing_obstacle(settings | changed, 2, seq_tokens)
+        assert told in obstacle(seq_tokens, **changed)
 
 
 def test_every_broken_rule_is_named_at_once():

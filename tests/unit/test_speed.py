@@ -11,6 +11,7 @@ from tonnage.facts.gpus import GPUS, gpu_of
 from tonnage.facts.models import MODELS
 from tonnage.plan.job import Job
 from tonnage.plan.speed import (
+    all_to_all_s,
     bus_s,
     communication_bytes,
     compare,
@@ -23,6 +24,7 @@ from tonnage.plan.speed import (
     is_fitted,
     step_time,
     summary,
+    travel_bytes,
 )
 
 # attention 8x8 + 2 of 8x4 + 8x8 = 192, MLP 3 of 8x16 = 384: 576 weights a layer, 1,152 in all; head 8x32 = 256
@@ -115,7 +117,42 @@ def test_heads_travel_there_and_back_in_each_pass():
     one, node, two = (step_time(llama(gpus=16, shard_gpus=16, sequence_gpus=count), H100) for count in (1, 8, 16))
     apart = 2 * 3 * 512 * 4 * 4096 * 32 * 7 / 8 / 360e9  # seven eighths of 512 tokens by NVLink, which nothing hides
     assert node.communication_s - one.communication_s == pytest.approx(apart) and node.exposed_s > apart
-    assert two.exposed_s >= 2 * 3 * 256 * 4 * 4096 * 32 * 15 / 16 / 40e9  # each GPU by its own port
+    alone = 2 * 3 * 256 * 4 * 4096 * 32 * 8 / 16 / 40e9  # half of it to the other node, each GPU by its own port
+    assert two.communication_s - one.communication_s == pytest.approx(alone) and two.exposed_s > alone
+
+
+def test_what_goes_from_each_gpu_to_each_takes_links_and_ports_side_by_side():
+    one, three = job(gpus=16), job(gpus=12, gpus_per_node=6)
+    assert all_to_all_s(8e9, 1, one, H100, 50) == 0
+    assert all_to_all_s(8e9, 8, one, H100, 50) == pytest.approx(8 * 7 / 8 / 360)
+    assert all_to_all_s(8e9, 16, one, H100, 50) == pytest.approx(8 * 8 / 16 / 40)
+    assert all_to_all_s(8e9, 16, one, H100, 5000) == pytest.approx(8 * 7 / 16 / 360)
+    # ranks 4 to 7 are on two nodes of six GPUs: two and two
+    assert all_to_all_s(8e9, 4, three, H100, 50) == pytest.approx(8 * 2 / 4 / 40)
+    wide = [step_time(v3(count), H100) for count in (8, 64)]
+    travel = [all_to_all_s(travel_bytes(v3(count)), count, v3(count), H100, 50) for count in (8, 64)]
+    assert wide[1].exposed_s - wide[0].exposed_s > 0.5 * (travel[1] - travel[0]) > 0
+
+
+def v3(expert_gpus):
+    return llama(architecture=MODELS["deepseek671b"].architecture, adapter="lora", gpus=64, shard_gpus=64,
+                 expert_gpus=expert_gpus)
+
+
+def test_a_second_copy_is_gathered_within_a_node_but_for_what_a_step_changed():
+    def zero3(network_gb_s, seq_tokens, accumulation_steps, **more):
+        return step_time(llama(strategy="zero3", gpus=16, shard_gpus=16, seq_tokens=seq_tokens,
+                               accumulation_steps=accumulation_steps, **more), H100, network_gb_s=network_gb_s)
+
+    # the first gather of a step is from all GPUs, and hides like any other
+    assert zero3(50, 8192, 1, hpz_gpus=8).step_s == pytest.approx(zero3(50, 8192, 1).step_s)
+    far, near = (zero3(1, 4096, 4, **more) for more in ({}, {"hpz_gpus": 8}))
+    whole_s = bus_s(2 * 6738415616, 16, llama(gpus=16), H100, 1)
+    assert far.communication_s - near.communication_s == pytest.approx(
+        8 * whole_s - whole_s - 8 * bus_s(2 * 6738415616, 8, llama(), H100, 1))
+    forward_s = compute_s(llama(strategy="zero3", gpus=16, shard_gpus=16), H100)[0]
+    reduced_s = 4 * bus_s(4 * 6738415616, 16, llama(gpus=16), H100, 1)
+    assert near.exposed_s == pytest.approx(whole_s - forward_s + reduced_s, rel=1e-3)
 
 
 def test_gpus_that_share_rows_do_the_work_of_whole_rows_together():

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from tonnage.config.batch import BatchCut, resolve_batch
 from tonnage.config.schema import Config, DataSet
 from tonnage.errors import ConfigError
+from tonnage.facts.architectures import Architecture
 from tonnage.facts.capabilities import CAPABILITIES, chosen_of, violations
 from tonnage.facts.gpus import GPUS
 from tonnage.facts.models import MODELS
@@ -17,9 +18,6 @@ CHANGEABLE = ("gpus", "device", "cpu_threads", "dry_run", "batch.micro_rows", "b
               "model.checkpoint_every_layers", "model.checkpoints_on_host", "train.loss", "train.loss_chunk_tokens",
               "train.audit", "train.max_nonfinite_steps", "checkpoint.", "tracker.", "cluster.", "gpu.", "plan.",
               "eval.", "run.", "data.cache")
-# keys of a config.json for the tokens that attention reaches back, and kinds of rotary embeddings that look at the row
-WINDOWS = ("sliding_window", "attention_chunk_size", "window_size")
-MOVING_ROPES = {"dynamic", "longrope", "su"}
 
 
 @dataclass(frozen=True)
@@ -50,7 +48,10 @@ def resolve_layout(config: Config, gpus: int, device: str, local_gpus: int, unde
     """
     strategy = config.strategy.name
     if strategy == "auto":
-        strategy = ("zero3" if gpus > 1 else "zero1") if under_deepspeed else ("fsdp" if gpus > 1 else "ddp")
+        if config.strategy.hpz_gpus > 1 or under_deepspeed and config.strategy.expert_gpus == 1:
+            strategy = "zero3" if gpus > 1 else "zero1"
+        else:
+            strategy = "fsdp" if gpus > 1 else "ddp"
     per_node = config.cluster.gpus_per_node
     per_node = min(gpus, local_gpus) if per_node == "auto" else min(gpus, per_node)
     faults = _broken_rules(config, gpus, per_node, device, strategy)
@@ -157,11 +158,11 @@ def _model_rules(config):
     facts = MODELS.get(config.model.name)
     if facts is None:
         return []
-    longest, together = facts.architecture.max_positions_tokens, config.strategy.sequence_gpus
+    longest = facts.architecture.max_positions_tokens
     if config.data.seq_tokens > longest:
         return [f"data.seq_tokens={config.data.seq_tokens}: {config.model.name} has positions for {longest:,} tokens; "
                 f"use at most that"]
-    obstacle = slicing_obstacle(facts.hf_config, together, config.data.seq_tokens) if together > 1 else None
+    obstacle = sharing_obstacle(config, facts.architecture)
     return [] if obstacle is None else [obstacle]
 
 
@@ -216,25 +217,31 @@ def sequence_faults(config: Config, gpus: int) -> list[str]:
     return [text for broken, text in rules if broken]
 
 
-def slicing_obstacle(settings: dict, sequence_gpus: int, seq_tokens: int) -> str | None:
+def sharing_obstacle(config: Config, architecture: Architecture) -> str | None:
+    """`slicing_obstacle` of a model whose shape is known."""
+    return slicing_obstacle(config.strategy.sequence_gpus, config.data.seq_tokens, architecture.num_heads,
+                            architecture.attention_window_tokens, architecture.moving_rope)
+
+
+def slicing_obstacle(sequence_gpus: int, seq_tokens: int, num_heads: int, attention_window_tokens: int | None,
+                     moving_rope: str | None) -> str | None:
     """The error where the tokens of a row cannot be shared by `sequence_gpus`, or None.
 
     Args:
-        settings: the keys of a config.json, of its text model.
+        attention_window_tokens, moving_rope: as `facts.architectures.row_facts` has them.
     """
-    heads, where = settings["num_attention_heads"], f"strategy.sequence_gpus={sequence_gpus}"
-    if heads % sequence_gpus:
-        return f"{where}: must divide the {heads} attention heads of the model; try {math.gcd(heads, sequence_gpus)}"
-    windows = [settings[name] for name in WINDOWS if settings.get(name)] if settings.get("use_sliding_window", True) else []
-    if windows and min(windows) < seq_tokens:
-        return (f"{where}: the model attends within {min(windows)} tokens, and data.seq_tokens={seq_tokens}: the mask of a "
-                f"window takes whole rows; use strategy.sequence_gpus=1, or data.seq_tokens={min(windows)}")
-    # frequencies by the largest position that a rank sees
-    ropes = [settings.get(name) or {} for name in ("rope_parameters", "rope_scaling")]
-    kinds = {part.get("rope_type", part.get("type")) for rope in ropes for part in (rope, *rope.values())
-             if isinstance(part, dict)}
-    if moving := kinds & MOVING_ROPES:
-        return (f"{where}: its rotary embeddings ({min(moving)}) depend on the length of a row, of which a rank sees a "
+    where = f"strategy.sequence_gpus={sequence_gpus}"
+    if sequence_gpus == 1:
+        return None
+    if num_heads % sequence_gpus:
+        return (f"{where}: must divide the {num_heads} attention heads of the model; try "
+                f"{math.gcd(num_heads, sequence_gpus)}")
+    if attention_window_tokens is not None and attention_window_tokens < seq_tokens:
+        return (f"{where}: the model attends within {attention_window_tokens} tokens, and data.seq_tokens={seq_tokens}: "
+                f"the mask of a window takes whole rows; use strategy.sequence_gpus=1, or "
+                f"data.seq_tokens={attention_window_tokens}")
+    if moving_rope is not None:
+        return (f"{where}: its rotary embeddings ({moving_rope}) depend on the length of a row, of which a rank sees a "
                 f"slice; use strategy.sequence_gpus=1")
     return None
 

@@ -27,20 +27,23 @@ _DEEPSEEK = (
     | dict.fromkeys(("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), _REQUIRED)
     | {"num_key_value_heads": None, "q_lora_rank": 1536, "attention_bias": False}
 )
+_WINDOW = {"sliding_window": 4096}
+_QWEN_WINDOW = _WINDOW | {"use_sliding_window": False}
 _GEMMA = _CORE | {"head_dim": 256, "tie_word_embeddings": True, "attention_bias": False}
 
-# Per model_type: every key that its modeling file reads for shapes, with the default of its config class where
+# Per model_type: every key that its modeling file reads for shapes and windows, with the default of its config class where
 # published files omit the key, and the fields that the modeling file fixes whatever the config says. A key absent
 # here is ignored by transformers too, e.g. attention_bias of a mistral or moe_layer_freq of a deepseek config.
 _FAMILIES: dict[str, tuple[dict, dict]] = {
     "llama": (_CORE | {"num_key_value_heads": None, "attention_bias": False, "mlp_bias": False}, {}),
-    "mistral": (_CORE, {}),
+    "mistral": (_CORE | _WINDOW, {}),
     "mixtral": (_CORE | _MOE, {}),
-    "qwen2": (_CORE, {"qkv_bias": True}),
-    "qwen3": (_CORE | {"head_dim": 128, "attention_bias": False}, {"qk_norm": True}),
+    "qwen2": (_CORE | _QWEN_WINDOW, {"qkv_bias": True}),
+    "qwen3": (_CORE | _QWEN_WINDOW | {"head_dim": 128, "attention_bias": False}, {"qk_norm": True}),
     "qwen3_moe": (
         _CORE
         | _MOE
+        | _QWEN_WINDOW
         | {"moe_intermediate_size": _REQUIRED, "decoder_sparse_step": 1, "mlp_only_layers": ()}
         | {"attention_bias": False},
         {"qk_norm": True},
@@ -48,7 +51,7 @@ _FAMILIES: dict[str, tuple[dict, dict]] = {
     "deepseek_v2": (_DEEPSEEK | {"first_k_dense_replace": 0, "mlp_bias": False}, {}),
     "deepseek_v3": (_DEEPSEEK | {"first_k_dense_replace": 3}, {"router_bias": True}),
     "gemma": (_GEMMA, {}),
-    "gemma2": (_GEMMA, {"norms_per_layer": 4}),
+    "gemma2": (_GEMMA | _WINDOW, {"norms_per_layer": 4}),
 }
 MODEL_TYPES = tuple(sorted(_FAMILIES))
 # Three names for one number; transformers 5 saves a qwen3_moe that was published with the first under the second.
@@ -82,6 +85,21 @@ class LayerParameters:
         return self.total - self.routed_experts + self.routed_experts_active
 
 
+# keys of a config.json for the tokens that attention reaches back, and kinds of rotary embeddings that look at the row
+_WINDOWS = ("sliding_window", "attention_chunk_size", "window_size")
+_MOVING_ROPES = {"dynamic", "longrope", "su"}
+
+
+def row_facts(config: dict) -> dict:
+    """What of a decoder's config.json depends on a row as a whole: `attention_window_tokens`, where attention reaches no
+    further back, and `moving_rope`, a kind of rotary embeddings with frequencies by the largest position; None: not so."""
+    windows = [config[name] for name in _WINDOWS if config.get(name)] if config.get("use_sliding_window", True) else []
+    ropes = [config.get(name) or {} for name in ("rope_parameters", "rope_scaling")]
+    kinds = {part.get("rope_type", part.get("type")) for rope in ropes for part in (rope, *rope.values())
+             if isinstance(part, dict)}
+    return {"attention_window_tokens": min(windows, default=None), "moving_rope": min(kinds & _MOVING_ROPES, default=None)}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
     """The shape of a decoder-only language model. Widths are in elements; None or 0 means: does not apply.
@@ -92,6 +110,7 @@ class Architecture:
     layer's input (phi, gpt_neox: measured by others, not trained here, so in no family above).
     Layer i is a mixture-of-experts layer unless i < num_first_dense_layers, or i is in dense_layers, or i + 1 is not
     a multiple of moe_layer_step.
+    `attention_window_tokens`, `moving_rope`: see `row_facts`.
     """
 
     model_type: str
@@ -124,6 +143,8 @@ class Architecture:
     qk_nope_head_dim: int | None = None
     qk_rope_head_dim: int | None = None
     v_head_dim: int | None = None
+    attention_window_tokens: int | None = None
+    moving_rope: str | None = None
 
     @classmethod
     def from_hf_config(cls, config: dict) -> "Architecture":
@@ -152,7 +173,8 @@ class Architecture:
             if key in values and (not isinstance(values[key], int) or values[key] < 1):
                 raise ConfigError(f"config.json of a {model_type} model: {key}={values[key]}: must be a whole number of at "
                                   f"least 1")
-        return cls(model_type=model_type, **(_base_fields(values) | _moe_fields(values) | _mla_fields(values) | fixed))
+        return cls(model_type=model_type, **(_base_fields(values) | _moe_fields(values) | _mla_fields(values) | fixed),
+                   **row_facts(config | values))
 
     @property
     def is_mla(self) -> bool:

@@ -18,6 +18,7 @@ import torch.distributed._functional_collectives as collectives
 
 from tonnage.config.rules import slicing_obstacle
 from tonnage.errors import ConfigError
+from tonnage.facts.architectures import row_facts
 
 SLICED = "sliced_sdpa"  # transformers' name for the attention of this module
 
@@ -84,8 +85,7 @@ def require_sliceable(config, sequence_gpus: int, seq_tokens: int) -> None:
         ConfigError: says why.
     """
     text = config.get_text_config()
-    settings = text.to_dict() | {"num_attention_heads": text.num_attention_heads}
-    obstacle = slicing_obstacle(settings, sequence_gpus, seq_tokens)
+    obstacle = slicing_obstacle(sequence_gpus, seq_tokens, text.num_attention_heads, **row_facts(text.to_dict()))
     if obstacle is not None:
         raise ConfigError(obstacle)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import ceil
 
-from tonnage.config.rules import Layout, shard_gpus, slicing_obstacle
+from tonnage.config.rules import Layout, shard_gpus, sharing_obstacle
 from tonnage.config.schema import Config
 from tonnage.errors import ConfigError
 from tonnage.facts.architectures import Architecture
@@ -287,8 +287,7 @@ def job_of(config: Config, layout: Layout, architecture: Architecture) -> Job:
     if config.adapter.name != "full" and nothing:
         raise ConfigError(f"adapter.targets={list(config.adapter.targets)}: matches no matrix of this model; there are "
                           f"{', '.join(sorted({name.rsplit('.', 1)[-1] for name in architecture.linear_shapes(0)}))}")
-    heads = {"num_attention_heads": architecture.num_heads}  # nothing else of a config.json is in the facts
-    if (obstacle := slicing_obstacle(heads, layout.sequence_gpus, config.data.seq_tokens)) is not None:
+    if (obstacle := sharing_obstacle(config, architecture)) is not None:
         raise ConfigError(obstacle)
     if attention == "auto":  # flash is taken where flash-attn is installed; both hold the same tensors
         attention = "sdpa"

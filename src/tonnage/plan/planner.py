@@ -127,6 +127,8 @@ def _strategies(config: Config, gpus: int, per_node: int, under_deepspeed: bool)
         return [config.strategy.name]
     if config.strategy.expert_gpus > 1:
         return [name for name, row in CAPABILITIES.items() if row.expert_parallel]
+    if config.strategy.hpz_gpus > 1:
+        return ["zero3"]
     ladder = LADDERS["deepspeed" if under_deepspeed else "fsdp"]
     if gpus == 1:
         ladder = ladder[:2] if under_deepspeed else ladder[:1]

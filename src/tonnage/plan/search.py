@@ -21,7 +21,7 @@ from tonnage.plan.verdict import DOES_NOT_FIT, FITS
 LEARNED = ("adapter", "adapter.quantise", "optimizer", "precision")
 MOST_GPUS = 4096
 CHECKPOINTING_KEYS = ("activation_checkpointing", "checkpoint_every_layers", "checkpoints_on_host")
-CHECKPOINTING = (("none", 1, False), ("selective", 1, False), ("full", 1, False), ("full", 1, True))
+CHECKPOINTING = (("none", 1, False), ("selective", 1, False), ("full", 2, False), ("full", 1, False), ("full", 1, True))
 GAIN = 1.05  # in speed, for which a remedy may change more than another does
 
 
@@ -64,7 +64,7 @@ class Search:
 def search(config: Config, plan: Plan, extremes: bool = False) -> Search:
     """Every combination of strategy, offload, checkpointing, micro-batch, adapter and its base, optimizer and precision
     that the capability registry accepts, on the GPUs of `plan`; of micro-batches only `auto` and one row for the
-    `extremes`. GPUs share rows where one row of a GPU does not fit."""
+    `extremes`. GPUs share rows where one row of a GPU does not fit, as few as it takes."""
     found, failing, least, seen, fitting = [], Counter(), {}, set(), set()
     for candidate, words in _candidates(config, plan, extremes):
         unshared = tuple(word for key, word in words.items() if key != "strategy.sequence_gpus")
@@ -74,7 +74,7 @@ def search(config: Config, plan: Plan, extremes: bool = False) -> Search:
         if one is not None and one.verdict != DOES_NOT_FIT:
             fitting.add(unshared)
         same = one and (one.strategy, one.micro_rows, *chosen_of(candidate).values(), candidate.adapter.quantise,
-                        _checkpointing(candidate), candidate.strategy.expert_gpus,
+                        _checkpointing(candidate), candidate.strategy.expert_gpus, candidate.strategy.hpz_gpus,
                         candidate.strategy.sequence_gpus)
         if one is None or same in seen:
             continue  # `auto` comes first, so that of equal ones the shortest is kept
@@ -117,11 +117,12 @@ def _candidates(config: Config, plan: Plan, extremes: bool) -> Iterator[tuple[Co
         "precision": dict.fromkeys((config.precision.name, "bf16")),
         "batch.micro_rows": dict.fromkeys((config.batch.micro_rows, *micro)),
         "strategy.expert_gpus": dict.fromkeys((config.strategy.expert_gpus, 1, _expert_gpus(plan))),
-        "strategy.sequence_gpus": dict.fromkeys((config.strategy.sequence_gpus, 1, _sequence_gpus(config, plan))),
+        "strategy.hpz_gpus": dict.fromkeys((config.strategy.hpz_gpus, 1, _hpz_gpus(layout))),
+        "strategy.sequence_gpus": dict.fromkeys((config.strategy.sequence_gpus, 1, *_sequence_gpus(config, plan))),
         "checkpointing": dict.fromkeys((_checkpointing(config), *CHECKPOINTING)),
         "adapter": _adapters(config)}
     before = (config.strategy.name, config.strategy.offload, config.optimizer.name, config.precision.name,
-              config.batch.micro_rows, config.strategy.expert_gpus, config.strategy.sequence_gpus)
+              config.batch.micro_rows, config.strategy.expert_gpus, config.strategy.hpz_gpus, config.strategy.sequence_gpus)
     for *values, checkpointing, adapter in itertools.product(*axes.values()):
         words = {key: f"{key}={value}" for key, value, was in zip(axes, values, before, strict=False) if value != was}
         words |= {f"model.{key}": f"model.{key}={str(value).lower()}" for key, value, was in
@@ -135,6 +136,8 @@ def _candidates(config: Config, plan: Plan, extremes: bool) -> Iterator[tuple[Co
             candidate = replace(candidate, batch=replace(candidate.batch, accumulation_steps="auto"))
         name, experts = candidate.strategy.name, candidate.strategy.expert_gpus
         if experts > 1 and not (name == "auto" or CAPABILITIES[name].expert_parallel):
+            continue
+        if "strategy.hpz_gpus" in words and candidate.strategy.hpz_gpus > 1 and name != "zero3":
             continue
         shares_more = candidate.strategy.sequence_gpus > config.strategy.sequence_gpus
         if shares_more and candidate.batch.micro_rows not in ("auto", 1):  # several rows: better each on a GPU of its own
@@ -153,17 +156,24 @@ def _expert_gpus(plan):
     return math.gcd(experts, gpus) if experts else 1
 
 
+def _hpz_gpus(layout):
+    """How many GPUs can hold a second copy of the weights: those of a node, where there are several."""
+    return layout.gpus_per_node if layout.gpus > layout.gpus_per_node else 1
+
+
 def _sequence_gpus(config, plan):
-    """Over how many GPUs rows can be shared: those of a node, as far as heads divide; 1 where that is refused."""
+    """Over how many GPUs rows can be shared, the fewest first: those of a node, as far as heads divide; none where that
+    is refused."""
     layout = plan.layout
-    together = math.gcd(plan.job.architecture.num_heads, layout.gpus, layout.gpus_per_node)
-    shared = replace(config, strategy=replace(config.strategy, sequence_gpus=together))
-    return 1 if sequence_faults(shared, layout.gpus) else together
+    most = math.gcd(plan.job.architecture.num_heads, layout.gpus, layout.gpus_per_node)
+    shared = replace(config, strategy=replace(config.strategy, sequence_gpus=most))
+    return [] if sequence_faults(shared, layout.gpus) else [few for few in range(2, most + 1) if most % few == 0]
 
 
 def _spread_words(candidate):
     experts = f" with experts over {candidate.strategy.expert_gpus}" if candidate.strategy.expert_gpus > 1 else ""
-    together = candidate.strategy.sequence_gpus
+    together, copied = candidate.strategy.sequence_gpus, candidate.strategy.hpz_gpus
+    experts += f" with a copy over {copied}" if copied > 1 else ""
     return experts + (f" with rows over {together}" if together > 1 else "")
 
 
@@ -195,10 +205,11 @@ def _is_another(candidate, layout):
     return alone or name == "hsdp" and one_node
 
 
-def _changed(config, strategy, offload, optimizer, precision, micro_rows, expert_gpus, sequence_gpus, model, adapter):
+def _changed(config, strategy, offload, optimizer, precision, micro_rows, expert_gpus, hpz_gpus, sequence_gpus, model,
+             adapter):
     return replace(
         config, strategy=replace(config.strategy, name=strategy, offload=offload, expert_gpus=expert_gpus,
-                                 sequence_gpus=sequence_gpus),
+                                 hpz_gpus=hpz_gpus, sequence_gpus=sequence_gpus),
         batch=replace(config.batch, micro_rows=micro_rows), model=model, adapter=adapter,
         optimizer=replace(config.optimizer, name=optimizer), precision=replace(config.precision, name=precision))
 

@@ -127,21 +127,25 @@ def step_time(job: Job, gpu: Gpu, network_gb_s: float = NETWORK_GB_S, base_bytes
     forward_s, backward_s = compute_s(job, gpu, base_bytes)
     gather, reduce, per_step = communication_bytes(job, base_bytes)
     gather_s, reduce_s = (bus_s(size, job.shard_gpus, job, gpu, network_gb_s) for size in (gather, reduce))
-    if job.hpz_gpus > 1:  # within a node until a step has changed them
-        local_s = bus_s(gather, job.hpz_gpus, job, gpu, network_gb_s)
-        per_step += 2.0 * job.trained_parameters * (gather_s > local_s)
-        gather_s = min(gather_s, local_s)
+    changed_s = changed_exposed_s = 0.0
+    if job.hpz_gpus > 1:  # within a node but for what a step has changed
+        gather_s = bus_s(gather, job.hpz_gpus, job, gpu, network_gb_s)
+        changed_s = bus_s(2.0 * job.trained_parameters, job.shard_gpus, job, gpu, network_gb_s)
+        changed_exposed_s = max(0.0, _exposed_s(forward_s, changed_s, 0.0, job, gpu)
+                                - _exposed_s(forward_s, gather_s, 0.0, job, gpu))
     gathers_again = job.reshard_after_forward or job.strategy == "zero3"
     parts = [(forward_s, gather_s, 0.0), (backward_s, gather_s * gathers_again, reduce_s)]
     exposed_s = sum(_exposed_s(work, gathered, reduced, job, gpu) for work, gathered, reduced in parts)
     # experts wait for their tokens, attention for its heads
-    travel_s = bus_s(travel_bytes(job), job.expert_gpus, job, gpu, network_gb_s) + _heads_s(job, gpu, network_gb_s)
+    travel_s = (all_to_all_s(travel_bytes(job), job.expert_gpus, job, gpu, network_gb_s)
+                + all_to_all_s(heads_bytes(job), job.sequence_gpus, job, gpu, network_gb_s))
     exposed_s += travel_s
     micro_transfer_s, step_transfer_s, host_s = _offload_s(job, gpu, base_bytes)
     step_communication_s = bus_s(per_step, job.gpus, job, gpu, network_gb_s) + _replicas_s(job, gpu, network_gb_s)
     micro_step_s = forward_s + backward_s + exposed_s + micro_transfer_s
     micro_steps, optimizer_s = job.accumulation_steps, host_s or _optimizer_s(job, gpu)
-    step_s = micro_steps * micro_step_s + step_communication_s + step_transfer_s + optimizer_s
+    step_exposed_s = step_communication_s + changed_exposed_s
+    step_s = micro_steps * micro_step_s + step_exposed_s + step_transfer_s + optimizer_s
     tokens_per_s = job.step_tokens / step_s  # of the window as it is, not of micro-batches that are all full
     tokens_per_s_per_gpu = tokens_per_s / job.gpus
     flops = flops_per_token(job)
@@ -149,8 +153,8 @@ def step_time(job: Job, gpu: Gpu, network_gb_s: float = NETWORK_GB_S, base_bytes
         tokens_per_s=tokens_per_s, tokens_per_s_per_gpu=tokens_per_s_per_gpu, step_s=step_s,
         micro_step_s=micro_step_s, compute_s=micro_steps * (forward_s + backward_s),
         communication_s=micro_steps * (travel_s + sum(gathered + reduced for _, gathered, reduced in parts))
-        + step_communication_s,
-        exposed_s=micro_steps * exposed_s + step_communication_s, optimizer_s=optimizer_s,
+        + step_communication_s + changed_s,
+        exposed_s=micro_steps * exposed_s + step_exposed_s, optimizer_s=optimizer_s,
         transfer_s=micro_steps * micro_transfer_s + step_transfer_s, model_flops_per_token=flops.model,
         mfu=flops.model * tokens_per_s_per_gpu / (gpu.bf16_tflops * 1e12))
 
@@ -255,11 +259,25 @@ def bus_s(size: float, group: int, job: Job, gpu: Gpu, network_gb_s: float) -> f
     """
     if group == 1:
         return 0.0
-    fraction = PCIE_FRACTION if gpu.has_pcie_only else NVLINK_FRACTION
-    speed = gpu.link_gb_s * fraction
+    speed = _link_gb_s(gpu)
     if group > job.gpus_per_node:
         speed = min(speed, job.gpus_per_node * network_gb_s * NVLINK_FRACTION)
     return size * (group - 1) / group / (speed * 1e9)
+
+
+def all_to_all_s(size: float, group: int, job: Job, gpu: Gpu, network_gb_s: float) -> float:
+    """Seconds in which each of `group` GPUs, neighbours by rank, sends `size` bytes in equal parts to all, itself too.
+
+    Nothing is passed on: what leaves a node takes the GPU's own port, beside what stays on the node's links. Of a group
+    that does not end with a node, the GPUs that have the fewest others on theirs set the pace.
+    """
+    near = math.gcd(group, job.gpus_per_node)
+    within_s, between_s = (near - 1) / _link_gb_s(gpu), (group - near) / (network_gb_s * NVLINK_FRACTION)
+    return size / group * max(within_s, between_s) / 1e9
+
+
+def _link_gb_s(gpu):
+    return gpu.link_gb_s * (PCIE_FRACTION if gpu.has_pcie_only else NVLINK_FRACTION)
 
 
 _PREFIXES = (("a100", "ampere"), ("h200", "hopper"), ("h20", "h20"), ("h", "hopper"), ("b200", "blackwell"),
@@ -307,21 +325,13 @@ def _exposed_s(work_s, gather_s, reduce_s, job, gpu):
     return max(0.0, gather_s + reduce_s - work_s)
 
 
-def _heads_s(job, gpu, network_gb_s):
-    """Seconds that heads travel in a micro-batch; between nodes those of a GPU take its own port, not all of its node."""
-    size, count = heads_bytes(job), job.sequence_gpus
-    between_s = size * (count - 1) / count / (network_gb_s * NVLINK_FRACTION * 1e9) if count > job.gpus_per_node else 0.0
-    return max(between_s, bus_s(size, count, job, gpu, network_gb_s))
-
-
 def _replicas_s(job, gpu, network_gb_s):
     """hsdp: once a step each GPU all-reduces its shard of the gradients over the replicas."""
     replicas = job.gpus // job.shard_gpus
     if job.strategy != "hsdp" or replicas == 1:
         return 0.0
     size = 2 * REDUCE_BYTES * job.trained_parameters / job.shard_gpus * (replicas - 1) / replicas
-    within = gpu.link_gb_s * (PCIE_FRACTION if gpu.has_pcie_only else NVLINK_FRACTION)
-    between = network_gb_s * NVLINK_FRACTION
+    within, between = _link_gb_s(gpu), network_gb_s * NVLINK_FRACTION
     return size / ((min(within, between) if job.gpus > job.gpus_per_node else within) * 1e9)
 
 
