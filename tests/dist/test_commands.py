@@ -93,6 +93,22 @@ def test_every_launcher_learns_the_same(place, finished, name, starter, words):
         assert (layout["strategy"], layout["gpus"]) == ("zero3", 2)
 
 
+@pytest.mark.slow
+def test_ranks_that_share_rows_learn_judge_and_answer_the_same(place):
+    make_chats(place / "held_out.jsonl", 4)
+    judged = ["run.name=alone", "strategy=fsdp", "batch.micro_rows=1", f"eval.path={place}/held_out.jsonl", "eval.every_steps=2",
+              "eval.prompts=[the cat]"]
+    alone = run(place, *tiny(place, "gpus=1", *judged))
+    shared = run(place, *tiny(place, "gpus=2", *judged, "run.name=shared", "strategy.sequence_gpus=2"))
+    assert alone.returncode == shared.returncode == 0, alone.stderr + shared.stderr
+    assert "2 ranks to a row" in shared.stdout
+    folders = [place / "outputs" / name for name in ("alone", "shared")]
+    assert near(weights(folders[1]), weights(folders[0]))
+    lines = [[json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()] for folder in folders]
+    found = [[line[name] for line in of_one for name in ("loss", "eval_loss") if name in line] for of_one in lines]
+    assert len(found[0]) == 4 + 3 and found[1] == pytest.approx(found[0], rel=1e-4)
+
+
 def test_too_few_ranks_is_an_error_that_names_the_fix(place):
     done = run(place, *tiny(place, "gpus=4"), starter=(str(BIN / "torchrun"), "--nproc-per-node", "2"))
     assert done.returncode != 0
@@ -206,13 +222,15 @@ def test_a_stopped_stream_loses_no_window(place):
 
 
 @pytest.mark.slow
-def test_a_request_to_stop_writes_a_checkpoint_and_the_run_goes_on(place):
-    folder, status = stopped_run(place, "stopped", "strategy=fsdp", "gpus=2", "batch.micro_rows=1", "train.epochs=60")
+@pytest.mark.parametrize("sequence_gpus, was", [(1, "2 x 1 x 3"), (2, "2 x 1 x 5, 2 to a row")])
+def test_a_request_to_stop_writes_a_checkpoint_and_the_run_goes_on(place, sequence_gpus, was):
+    folder, status = stopped_run(place, f"stopped{sequence_gpus}", "strategy=fsdp", "gpus=2", "batch.micro_rows=1",
+                                 "train.epochs=60", f"strategy.sequence_gpus={sequence_gpus}")
     assert [path.name for path in (folder / "checkpoints").iterdir()] == [f"step-{status['step']:08d}"]
-    again = run(place, f"run={folder}", "gpus=1", "strategy=ddp")
+    again = run(place, f"run={folder}", "gpus=1", "strategy=ddp", "strategy.sequence_gpus=1")
     assert again.returncode == 0, again.stderr
     assert f"resumed after step {status['step']}" in again.stdout and read_status(folder)["state"] == "done"
-    assert "1 rank x 1 row x 5 steps, was 2 x 1 x 3; the global batch is 5 rows as before" in again.stdout
+    assert f"1 rank x 1 row x 5 steps, was {was}; the global batch is 5 rows as before" in again.stdout
 
 
 @pytest.mark.parametrize("script", ["train.py", "export.py", "prefetch.py", "demo.py"])

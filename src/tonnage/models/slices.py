@@ -20,7 +20,8 @@ from tonnage.config.rules import slicing_obstacle
 from tonnage.errors import ConfigError
 from tonnage.facts.architectures import row_facts
 
-SLICED = "sliced_sdpa"  # transformers' name for the attention of this module
+# the name of the attention of this module in transformers, which looks for "sdpa" in it before it takes what sdpa takes
+SLICED = "sliced_sdpa"
 
 
 @dataclass(frozen=True)
