@@ -143,8 +143,9 @@ def page(args, found: dict[str, dict[str, float]]) -> str:
         "gain.", "",
         "`precision=fp8` uses torchao's casts (`precision.fp8_recipe=tensorwise|rowwise`). Head, embeddings, norms, "
         "routers, routed experts, adapters and layers whose dimensions are no multiples of 16 stay out; the log says how "
-        "many layers compute in FP8. A frozen base costs two products, not three. Weights are gathered in bf16, not in "
-        "FP8. On what has no FP8 units it is refused, or emulated slowly (`precision.fp8_emulate=true`).", ""])
+        "many layers compute in FP8. A frozen base costs two products, not three. Weights are gathered in bf16, with "
+        "`strategy.fp8_all_gather=true` in FP8 (fsdp, hsdp; tensorwise): half the bytes, cast once a shard, the same "
+        "run to the bit. On what has no FP8 units it is refused, or emulated slowly (`precision.fp8_emulate=true`).", ""])
 
 
 def _processor():

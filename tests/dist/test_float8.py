@@ -4,10 +4,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from moe import make_moe
 from test_engines import train_three
-from tiny import config_for, open_tiny
+from tiny import config_for, make_model, open_tiny, whole_weights
+from torchao.float8.float8_training_tensor import Float8TrainingTensor
 
 from tonnage.data.collate import collate
+from tonnage.errors import ConfigError
 from tonnage.models.float8 import Float8Linear
 from tonnage.train import checkpoint, loop
 from tonnage.train.export import _trained_model
@@ -44,10 +47,11 @@ def test_activation_checkpointing_changes_nothing(pools, tiny_folder):
 
 
 @pytest.mark.slow
-def test_compiled_layers_stay_near_eager_ones(pools, tiny_folder):
+@pytest.mark.parametrize("world, words", [(1, ()), (2, ("strategy.fp8_all_gather=true",))])
+def test_compiled_layers_stay_near_eager_ones(pools, tiny_folder, world, words):
     """Compiled casts round other numbers up: as near as two recipes are, not as near as compiled bf16."""
-    eager, compiled = (pools(1).run(train_three, tiny_folder, "fsdp", "adapter=full", *FP8, f"model.compile={which}",
-                                    timeout_s=1200)[0][0] for which in ("false", "true"))
+    eager, compiled = (pools(world).run(train_three, tiny_folder, "fsdp", "adapter=full", *FP8, f"model.compile={which}",
+                                        *words, timeout_s=1200)[0][0] for which in ("false", "true"))
     assert compiled == pytest.approx(eager, rel=FIRST_BAND)
 
 
@@ -92,3 +96,52 @@ def test_a_checkpoint_is_exported_as_plain_layers(pools, tiny_folder, tmp_path, 
     assert not any(isinstance(module, Float8Linear) for module in model.modules())
     stored = checkpoint.StoredTensors(path)
     assert {name for name, parameter in model.named_parameters() if parameter.requires_grad} == set(stored.names())
+
+
+def train_gathered(folder, strategy, *overrides):
+    """As `train_three`, and how many weights were FP8 as their products saw them."""
+    s, seen = open_tiny(config_for(strategy, "optimizer.learning_rate=0.01", *FP8, *overrides), folder), set()
+
+    def look(module, _):
+        seen.add((module, isinstance(module.weight, Float8TrainingTensor)))
+
+    for module in s.engine.model.modules():
+        if isinstance(module, Float8Linear):
+            module.register_forward_pre_hook(look)
+    loop.train(s)
+    found = [line["loss"] for line in s.metrics.lines], whole_weights(s.engine), [in_float8 for _, in_float8 in seen]
+    s.engine.close()
+    return found
+
+
+@pytest.mark.parametrize("world, strategy, adapter, words", [
+    (2, "fsdp", "full", ("model.activation_checkpointing=full",)), (2, "fsdp", "lora", ()),
+    *(pytest.param(*cell, marks=pytest.mark.slow) for cell in (
+        (2, "fsdp", "full", ("strategy.reshard_after_forward=false",)), (4, "hsdp", "full", ()), (4, "hsdp", "lora", ()),
+        (2, "fsdp", "lora", ("model.activation_checkpointing=selective",)),
+        (2, "fsdp", "full", ("strategy.sequence_gpus=2",)), (2, "fsdp", "lora", ("strategy.expert_gpus=2",))))])
+def test_weights_gathered_in_fp8_teach_the_same_to_the_bit(pools, tmp_path, world, strategy, adapter, words):
+    folder = make_moe(tmp_path, "deepseek_v3") if "strategy.expert_gpus=2" in words else make_model(tmp_path, hidden=128)
+    shared = (folder, strategy, f"adapter={adapter}", "batch.micro_rows=1", *words)
+    losses, weights, plain = pools(world).run(train_gathered, *shared)[0]
+    found, trained, gathered = pools(world).run(train_gathered, *shared, "strategy.fp8_all_gather=true")[0]
+    if world == 4:
+        pools(world).close()
+    assert plain == [False] * len(plain) and gathered == [True] * len(plain) and len(plain) >= 14
+    assert found == losses and all(torch.equal(trained[name], weights[name]) for name in weights)
+
+
+def say_gathered(folder):
+    try:
+        s = open_tiny(config_for("fsdp", *FP8, "strategy.fp8_all_gather=true"), folder)
+    except ConfigError as error:
+        return str(error)
+    found = str(s.engine.model.float8)
+    s.engine.close()
+    return found
+
+
+def test_what_is_gathered_in_fp8_is_said_and_nothing_is_refused(pools, tiny_folder):
+    assert "14 of 14 linear layers of the decoder; 14 of them gathered in FP8" in pools(2).run(say_gathered, tiny_folder)[0]
+    assert pools(3).run(say_gathered, tiny_folder)[0].startswith(
+        "strategy.fp8_all_gather=true: no matrix has rows that divide by the 3 GPUs")

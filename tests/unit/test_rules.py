@@ -61,6 +61,14 @@ def test_the_cut_is_that_of_the_number_of_gpus_and_of_the_row_length():
     (["precision=fp8", "gpu=a100_80gb"], {}, ["precision=fp8: gpu=a100_80gb has no FP8 units; use precision=bf16"]),
     (["precision.fp8_emulate=true"], {}, ["precision.fp8_emulate: only for precision=fp8, not precision=bf16"]),
     (["precision.fp8_recipe=rowwise"], {}, ["precision.fp8_recipe", "only for precision=fp8, not precision=bf16"]),
+    (["strategy.fp8_all_gather=true"], {"gpus": 2},
+     ["strategy.fp8_all_gather=true: gathers what", "not precision=bf16"]),
+    (["strategy.fp8_all_gather=true", "precision=fp8", "precision.fp8_recipe=rowwise"], {"gpus": 2},
+     ["recipe=rowwise; leave it out"]),
+    (["strategy.fp8_all_gather=true", "precision=fp8", "strategy=zero3"], {"gpus": 2},
+     ["not strategy=zero3", "leave it out"]),
+    (["strategy.fp8_all_gather=true", "precision=fp8", "strategy=fsdp", "strategy.offload=all"], {"gpus": 2},
+     ["not strategy=fsdp strategy.offload=all"]),
     (["data.streaming=true"], {}, ["train.max_steps: must be set for data.streaming=true"]),
     (["data.sets=[{path: a}]"], {}, ["harbour_train.jsonl: not together with data.sets; data=files data.sets=[...]"]),
     (["data=files", "data.path=b", "data.sets=[{path: a}]"], {}, ["data.path=b: not together with data.sets; give one"]),
@@ -118,6 +126,7 @@ def test_a_broken_rule_is_named_with_the_next_step(overrides, machine, expected)
     (["model=llama7b", "data.seq_tokens=4096"], {}), (["strategy=hsdp", "strategy.shard_gpus=4"], {"gpus": 16}),
     (["strategy=zero3", "strategy.hpz_gpus=8"], {"gpus": 16}),
     (["model=llama7b", "strategy.sequence_gpus=8", "model.attention=sdpa"], {"gpus": 16}),
+    (["strategy.fp8_all_gather=true", "precision=fp8"], {"gpus": 2}),
     (["strategy=hsdp"], {"gpus": 16}), (["model=custom", "model.path=x", "data.seq_tokens=1000000"], {}),
 ])
 def test_the_same_without_the_fault_is_accepted(overrides, machine):

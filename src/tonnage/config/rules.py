@@ -137,6 +137,12 @@ def _broken_rules(config, gpus, per_node, device, strategy):
         (config.precision.name != "fp8" and (config.precision.fp8_emulate or config.precision.fp8_recipe != "tensorwise"),
          f"precision.fp8_recipe, precision.fp8_emulate: only for precision=fp8, not precision={config.precision.name}; "
          f"leave them out"),
+        (config.strategy.fp8_all_gather and (config.precision.name, config.precision.fp8_recipe) != ("fp8", "tensorwise"),
+         f"strategy.fp8_all_gather=true: gathers what precision=fp8 precision.fp8_recipe=tensorwise multiplies, not "
+         f"precision={config.precision.name} precision.fp8_recipe={config.precision.fp8_recipe}; leave it out"),
+        (config.strategy.fp8_all_gather and (strategy not in ("fsdp", "hsdp") or config.strategy.offload != "none"),
+         f"strategy.fp8_all_gather=true: is for strategy=fsdp|hsdp strategy.offload=none, not strategy={strategy} "
+         f"strategy.offload={config.strategy.offload}; leave it out"),
         (config.optimizer.scale_lr != "none" and config.batch.global_tokens is not None,
          f"optimizer.scale_lr={config.optimizer.scale_lr}: needs batch.global_rows; with batch.global_tokens set "
          f"optimizer.learning_rate itself"),

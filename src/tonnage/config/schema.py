@@ -108,6 +108,8 @@ class Strategy:
     shard_gpus: Count | Auto = key("auto", "hsdp: GPUs that share one copy of the weights; auto is one node's GPUs")
     reshard_after_forward: bool = key(True, "fsdp, hsdp: free gathered weights after forward and gather them again "
                                             "in backward")
+    fp8_all_gather: bool = key(False, "fsdp, hsdp with precision=fp8: gather in FP8 what is multiplied in FP8, half the "
+                                      "bytes; what is learned stays the same")
     expert_gpus: Count = key(1, "fsdp: GPUs that share one copy of the routed experts, each whole on one of them; tokens "
                                 "travel, nothing of an expert is gathered among them; 1: experts are sharded as the rest")
     hpz_gpus: Count = key(1, "zero3: GPUs of a node that hold a second copy of the weights among them, from which they are "

@@ -30,13 +30,15 @@ class FsdpEngine:
     Args:
         shard_gpus: ranks that share one copy of the weights; the others hold replicas.
         expert_gpus: ranks that share one copy of the routed experts, each whole on one; 1: they are as the rest.
+        float8_gathers: what is multiplied in FP8 is gathered in FP8.
         timeout_s: a collective of the engine that takes longer ends the run.
     """
 
-    def __init__(self, *, shard_gpus: int, expert_gpus: int, precision: str, offload: bool, reshard_after_forward: bool,
-                 clip_norm: float | None, compile_layers: bool, timeout_s: float, device: torch.device):
+    def __init__(self, *, shard_gpus: int, expert_gpus: int, precision: str, offload: bool, float8_gathers: bool,
+                 reshard_after_forward: bool, clip_norm: float | None, compile_layers: bool, timeout_s: float,
+                 device: torch.device):
         self.shard_gpus, self.expert_gpus, self.device = shard_gpus, expert_gpus, device
-        self.precision, self.offload = precision, offload
+        self.precision, self.offload, self.float8_gathers = precision, offload, float8_gathers
         self.reshard_after_forward, self.clip_norm, self.compile_layers = reshard_after_forward, clip_norm, compile_layers
         self.timeout = timedelta(seconds=timeout_s)
         self.replicas = dist.get_world_size() // shard_gpus
@@ -57,6 +59,10 @@ class FsdpEngine:
                 if buffer is not None:
                     module._buffers[name] = buffer.to(self.device)
         self.model = model
+        if self.float8_gathers:
+            from tonnage.models.float8 import gather_in_float8
+
+            gather_in_float8(model, self.shard_gpus)
         parts.start(model, self)
         self.optimizer = parts.optimizer(model)
 

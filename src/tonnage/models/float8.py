@@ -5,10 +5,10 @@ let go. torchao's own Float8Linear makes the gradient of a frozen weight too, an
 done, so that a base under an adapter costs two products and saves nothing.
 
 Sources: https://docs.pytorch.org/ao/0.18/api_reference/api_ref_float8.html; e4m3 forward, e5m2 for gradients (rowwise: e4m3
-in both): arXiv 2209.05433. Shapes: N tokens, I inputs, O outputs.
+in both): arXiv 2209.05433. Shapes: N tokens, I inputs, O outputs, P ranks that share a weight.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 
 import torch
@@ -16,7 +16,7 @@ from torch import nn
 from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 from torchao.float8.config import ScalingGranularity
 from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic
-from torchao.float8.float8_training_tensor import GemmInputRole, LinearMMConfig, ScaledMMConfig
+from torchao.float8.float8_training_tensor import Float8TrainingTensor, GemmInputRole, LinearMMConfig, ScaledMMConfig
 
 from tonnage.config.schema import Precision
 from tonnage.errors import ConfigError
@@ -27,17 +27,20 @@ UNITS_SINCE = (8, 9)  # compute capability of Ada, the first with FP8 units for 
 
 @dataclass(frozen=True)
 class Converted:
-    """What `convert` has done; `left_out`: names of linear layers by why they were."""
+    """What `convert` has done; `left_out`: names of linear layers by why they were. `num_gathered`: of the converted, those
+    that are gathered in FP8."""
 
     scaling: str
     num_converted: int
     left_out: dict[str, list[str]] = field(default_factory=dict)
     has_experts: bool = False
+    num_gathered: int = 0
 
     def __str__(self) -> str:
         total = self.num_converted + sum(map(len, self.left_out.values()))
         parts = [f"{len(names)} left out: {why} ({names[0]}{', ...' * (len(names) > 1)})"
                  for why, names in self.left_out.items()]
+        parts += [f"{self.num_gathered} of them gathered in FP8"] * (self.num_gathered > 0)
         parts += ["routed experts are not among them and compute in bf16"] * self.has_experts
         return "; ".join([f"FP8 ({self.scaling}): {self.num_converted} of {total} linear layers of the decoder", *parts])
 
@@ -84,6 +87,55 @@ def convert(linears: dict[str, nn.Linear], routers: set[str], precision: Precisi
     return Converted(scaling, num, left_out, has_experts)
 
 
+def gather_in_float8(model: nn.Module, num_shards: int) -> None:
+    """Let FSDP2 gather in FP8 what `model`, sharded by rows over `num_shards` ranks, multiplies in FP8 (tensorwise).
+
+    Each rank casts its rows, by the scale of the whole matrix in the compute precision: the numbers are those that a rank
+    makes of what it gathers otherwise. Matrices whose rows do not divide are gathered as the rest. Call it once weights
+    are where they stay. FSDP2 asks the local tensor for these two functions; a class of tensors with them, as torchao has
+    for this, would pass through optimizer, checkpoint and clipping too.
+
+    Source: torch 2.13, torch/distributed/fsdp/_fully_shard/_fsdp_param.py.
+
+    Raises:
+        ConfigError: the rows of none divide.
+    """
+    even = [module for module in model.modules()
+            if isinstance(module, Float8Linear) and module.out_features % num_shards == 0]
+    if not even:
+        raise ConfigError(f"strategy.fp8_all_gather=true: no matrix has rows that divide by the {num_shards} GPUs that "
+                          f"share them; leave it out, or change gpus")
+    for module in even:
+        local_RI = module.weight._local_tensor  # itself: to_local() makes another of it
+        local_RI.fsdp_pre_all_gather, local_RI.fsdp_post_all_gather = _Rows(local_RI).cast, _gathered
+    model.float8 = replace(model.float8, num_gathered=len(even))
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """The rows of a weight [O, I] on this rank, R = O / P."""
+
+    local_RI: torch.Tensor
+
+    def cast(self, mesh, outer_size, outer_stride, module, mp_policy):
+        """(what is gathered, what is not)."""
+        config = module.float8
+        cast_RI = hp_tensor_to_float8_dynamic(
+            self.local_RI.detach().to(mp_policy.param_dtype), config.cast_config_weight.target_dtype, module.products,
+            reduce_amax=True, gemm_input_role=GemmInputRole.WEIGHT, device_mesh=mesh,
+            round_scales_to_power_of_2=config.round_scales_to_power_of_2)
+        return (cast_RI._data,), (cast_RI._scale, module.products)
+
+
+def _gathered(outputs, kept, param_dtype, *, out=None):
+    """(the whole weight, what to free of it); into `out`, whose numbers are in place, where it was made before."""
+    (data_OI,), (scale, products) = outputs, kept
+    if out is not None:
+        out._scale = scale
+        return None
+    return Float8TrainingTensor(data_OI, scale, param_dtype, products, gemm_input_role=GemmInputRole.WEIGHT), (data_OI,)
+
+
 def _fits(module):
     return module.in_features % FLOAT8_MULTIPLE == 0 and module.out_features % FLOAT8_MULTIPLE == 0
 
@@ -119,7 +171,7 @@ class _Float8Product(torch.autograd.Function):
         ctx.save_for_backward(x if trains_weight else None, weight_OI)
         ctx.products, ctx.config, ctx.shape = products, config, x.shape
         x_NI = _cast(x.reshape(-1, x.shape[-1]), GemmInputRole.INPUT, config.cast_config_input, -1, products, config)
-        weight_IO = _cast(weight_OI.t(), GemmInputRole.WEIGHT, config.cast_config_weight, 0, products, config)
+        weight_IO = _cast_weight(weight_OI, config.cast_config_weight, 0, products, config)
         return torch.mm(x_NI, weight_IO).reshape(*x.shape[:-1], -1)
 
     @staticmethod
@@ -130,7 +182,7 @@ class _Float8Product(torch.autograd.Function):
         grad_NO = _cast(rows, GemmInputRole.GRAD_OUTPUT, config.cast_config_grad_output, -1, products, config)
         if ctx.needs_input_grad[0]:
             cast = config.cast_config_weight_for_grad_input
-            weight_IO = _cast(weight_OI.t(), GemmInputRole.WEIGHT, cast, -1, products, config)
+            weight_IO = _cast_weight(weight_OI, cast, -1, products, config)
             grad_x = torch.mm(grad_NO, weight_IO.t()).reshape(ctx.shape)
             del weight_IO
         if ctx.needs_input_grad[1]:
@@ -142,6 +194,13 @@ class _Float8Product(torch.autograd.Function):
             x_NI = _cast(x.reshape(-1, x.shape[-1]), GemmInputRole.INPUT, cast, 0, products, config)
             grad_weight_OI = torch.mm(grad_NO.t(), x_NI)
         return grad_x, grad_weight_OI, None, None
+
+
+def _cast_weight(weight_OI, cast, axis, products, config):
+    """Transposed, in FP8; cast already where it was gathered so."""
+    if isinstance(weight_OI, Float8TrainingTensor):
+        return weight_OI.t()
+    return _cast(weight_OI.t(), GemmInputRole.WEIGHT, cast, axis, products, config)
 
 
 def _cast(matrix, role, cast, axis, products, config):

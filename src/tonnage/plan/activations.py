@@ -150,6 +150,7 @@ class Style:
             are repeated for all heads. `holds_mask`: the mask is [tokens, tokens] of a row.
         dequantised_weight: a linear unpacks its weight, in forward and again in backward.
         float8: matrices whose products are computed in FP8; what is saved is in compute_bytes all the same.
+        gathered_in_float8: those of them that arrive in FP8.
         dropout: the adapter's input goes through dropout: a copy for each adapted matrix, and a mask.
         fused_adapter: adapter and base are one function, which saves its input besides and no mask.
         fused_qkv: queries, keys and values are views of one product, which the values keep alive; its adapter is one, and
@@ -178,6 +179,7 @@ class Style:
     masked: bool = False
     dequantised_weight: bool = False
     float8: frozenset[str] = frozenset()
+    gathered_in_float8: frozenset[str] = frozenset()
     dropout: bool = False
     dora: bool = False
     holds_mask: bool = False
@@ -246,7 +248,7 @@ class _Writer:
         base = f"{output}.base" if adapted else output
         unpacked = inputs * outputs * self.c if style.dequantised_weight else 0
         saves_input = style.trains_base or style.saves_inputs or (adapted and style.fused_adapter)
-        forward, backward = self.float8_temporaries(inputs, outputs) if name in style.float8 else (unpacked, unpacked)
+        forward, backward = self.float8_temporaries(name) if name in style.float8 else (unpacked, unpacked)
         tape.add(base, self.of(outputs), x, multiplies=inputs,
                  saves=(x,) if saves_input else (), forward_temporary=forward,
                  backward_temporary=backward,
@@ -279,20 +281,21 @@ class _Writer:
         tape.add(f"{output}.sum", size, base, f"{output}.scaled")
         return tape.add(output, self.of(outputs), f"{output}.sum")
 
-    def float8_temporaries(self, inputs, outputs):
+    def float8_temporaries(self, name):
         """Bytes beside its results that a product in FP8 holds most of (forward, backward).
 
         The input, the gradient and the weight are cast in turn, each through two fp32 copies (models/float8.py); their FP8
         copies, a byte a number, stay to the product. For the input's gradient the weight's is transposed by another; for
         the weight's the gradient's is, and the input's is padded and transposed.
         """
+        inputs, outputs = self.shapes[name]
         x, grad, weight = self.tokens * inputs, self.tokens * outputs, inputs * outputs
-        cast = 4 + 4 + 1
+        cast, here = 4 + 4 + 1, name not in self.style.gathered_in_float8  # else it is in FP8 as it comes
         out, grad_x = grad * self.c, x * self.c
         grad_weight = weight * self.style.weight_gradient_bytes * self.style.trains_base
         # results are counted as made by then, and are not yet where the fullest moment is that of a cast
-        forward = max(cast * x - out, x + cast * weight - out, x + weight)
-        backward = max(cast * grad - grad_x, grad + cast * weight - grad_x, grad + 2 * weight) - grad_weight
+        forward = max(cast * x - out, x + cast * weight * here - out, x + weight * here)
+        backward = max(cast * grad - grad_x, grad + cast * weight * here - grad_x, grad + (1 + here) * weight) - grad_weight
         if grad_weight:
             backward = max(backward, grad + cast * x - grad_weight, 2 * grad + 3 * x - grad_weight, 2 * grad + 2 * x)
         return forward, backward

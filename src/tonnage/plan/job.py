@@ -60,6 +60,7 @@ class Job:
     checkpoint_every_layers: int = 1
     checkpoints_on_host: bool = False
     hpz_gpus: int = 1
+    fp8_all_gather: bool = False
     sequence_gpus: int = 1
 
     def checkpointing_of(self, i: int) -> str:
@@ -110,6 +111,16 @@ class Job:
     def float8_sums(self) -> tuple[int, int, int]:
         """(weights, inputs, outputs) of the matrices whose products are computed in FP8, summed over layers."""
         return _float8_sums(self.architecture) if self.precision == "fp8" else (0, 0, 0)
+
+    @cached_property
+    def float8_gathered(self) -> tuple[int, ...]:
+        """Numbers in the matrices of each layer that are gathered in FP8."""
+        a = self.architecture
+        if not self.fp8_all_gather:
+            return (0,) * a.num_layers
+        return tuple(sum(inputs * outputs for name, (inputs, outputs) in a.linear_shapes(i).items()
+                         if is_float8(name, inputs, outputs) and outputs % self.shard_gpus == 0)
+                     for i in range(a.num_layers))
 
     @property
     def step_tokens(self) -> int:
@@ -307,7 +318,8 @@ def job_of(config: Config, layout: Layout, architecture: Architecture) -> Job:
         loss_chunk_tokens=config.train.loss_chunk_tokens,
         packing=config.data.packing, zero=zero_limits(config.strategy.extra), compile=config.model.compile,
         quantise=config.adapter.quantise, expert_gpus=config.strategy.expert_gpus,
-        hpz_gpus=config.strategy.hpz_gpus, sequence_gpus=layout.sequence_gpus)
+        hpz_gpus=config.strategy.hpz_gpus, fp8_all_gather=config.strategy.fp8_all_gather,
+        sequence_gpus=layout.sequence_gpus)
 
 
 def _steps_by_tokens(cut, seq_tokens, shares):

@@ -45,7 +45,7 @@ def style_of(job: Job) -> Style:
                  masked=packed, holds_mask=packed, dropout=job.dropout > 0, dora=job.adapter == "dora",
                  dequantised_weight=job.quantise != "none", expert_gpus=job.expert_gpus,
                  inputs_on_host=int(job.checkpoints_on_host), sequence_gpus=job.sequence_gpus,
-                 float8=_float8_names(job))
+                 float8=_float8_names(job), gathered_in_float8=_float8_names(job) if job.fp8_all_gather else frozenset())
 
 
 def _float8_names(job):

@@ -195,10 +195,12 @@ def _calls(counted, job):
 
 def _cast_bytes(job):
     """Bytes moved by casts to FP8: weights and inputs in each forward, weights and gradients in backward, there the inputs
-    too where weights are trained."""
+    too where weights are trained. Of weights that are gathered in FP8, a GPU's part for each gather."""
     runs = 1 + job.computed_again
     weights, inputs, outputs = job.float8_sums
-    numbers = (runs + 1) * weights + job.micro_tokens * ((runs + job.trains_all) * inputs + outputs)
+    gathered = sum(job.float8_gathered)
+    weights = (runs + 1) * (weights - gathered) + (1 + job.reshard_after_forward) * gathered / job.shard_gpus
+    numbers = weights + job.micro_tokens * ((runs + job.trains_all) * inputs + outputs)
     return (CAST_BYTES_COMPILED if job.compile else CAST_BYTES) * numbers
 
 
@@ -212,6 +214,7 @@ def communication_bytes(job: Job, base_bytes: float = 2.0) -> tuple[float, float
     """
     total, trained = job.architecture.num_parameters, job.trained_parameters
     weights = total * 2.0 if job.trains_all else total * base_bytes + trained * 2.0
+    weights -= sum(job.float8_gathered)  # a byte each, not two
     if job.expert_gpus > 1:  # nothing of experts is gathered among these, and of a single copy nothing at all
         experts = sum(layer.routed_experts for layer in job.architecture.layers) * (2.0 if job.trains_all else base_bytes)
         weights -= experts * (1 - (job.gpus > job.expert_gpus) / job.expert_gpus)

@@ -130,12 +130,13 @@ def _layer_unit(job, i, trains):
     Of experts that are spread over `expert_gpus`, the part of one GPU; frozen ones only where there are several copies.
     """
     e, c = job.expert_gpus, job.compute_bytes
+    less = (c - 1) * job.float8_gathered[i]
     if e == 1:
-        return Unit(job.kept_layers[i] + c * trains, c * trains, MASTER * trains)
+        return Unit(job.kept_layers[i] + c * trains - less, c * trains, MASTER * trains)
     spread = job.architecture.layers[i].routed_experts if job.trains_all else job.expert_adapters[i]
     experts = c * spread / e + job.kept_experts[i] / e * (job.shard_gpus > e)
     here = trains - spread + spread / e
-    return Unit(job.kept_layers[i] - job.kept_experts[i] + c * (trains - spread), c * here, MASTER * here, experts)
+    return Unit(job.kept_layers[i] - job.kept_experts[i] + c * (trains - spread) - less, c * here, MASTER * here, experts)
 
 
 def _zero(job):

@@ -256,6 +256,7 @@ def make_engine(config: Config, strategy: str, gpus_per_node: int, cut: BatchCut
     shard = shard_gpus(config, strategy, dist.get_world_size(), gpus_per_node)
     return FsdpEngine(shard_gpus=shard, expert_gpus=config.strategy.expert_gpus, precision=config.precision.dtype,
                       offload=config.strategy.offload == "all", clip_norm=clip,
+                      float8_gathers=config.strategy.fp8_all_gather,
                       reshard_after_forward=config.strategy.reshard_after_forward,
                       compile_layers=config.model.compile, timeout_s=config.cluster.timeout_s, device=device)
 
