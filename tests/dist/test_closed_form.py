@@ -42,6 +42,25 @@ def test_the_peak_of_a_real_step_is_predicted(pools, folder, case):
     assert held(*case, folder, pools) == pytest.approx(1, abs=WITHIN)
 
 
+# bytes a trained parameter on the host: states, fp32 weights, summed gradients (zero3: twice), the weights to be sent back
+ON_HOST = {"zero1": 8 + 4 + 4 + 2, "zero2": 8 + 4 + 4 + 2, "zero3": 8 + 4 + 4 + 4}
+
+
+@pytest.mark.parametrize("strategy, ranks, most", [("zero2", 1, 1.05), *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+    ("zero2", 2, 1.05), ("zero3", 1, 1.05), ("zero3", 2, 1.05), ("zero1", 1, 1.05), ("zero1", 2, 1.2)))])
+def test_the_peak_beside_what_is_offloaded_is_predicted(pools, folder, strategy, ranks, most):
+    """Here the host is the device: what is offloaded, alive throughout, is taken off the peaks. In bf16."""
+    overrides = ["strategy.offload=optimizer"]
+    real = pools(ranks).run(memory.measure, strategy, "full", folder, overrides)[0]
+    config = memory.config_for(strategy, "full", folder, ranks, overrides)
+    mine = predicted(config, resolve_layout(config, ranks, "cpu", ranks, under_deepspeed=False))
+    job = job_of(config, resolve_layout(config, ranks, "cpu", ranks, under_deepspeed=False), architecture_of(config))
+    a = job.architecture
+    on_host = ON_HOST[strategy] * job.trained_parameters / ranks + 2 * a.embedding_parameters * (strategy != "zero3")
+    found = max(mine.values()) / (max(peak["total"] for peak in real.values()) - on_host)
+    assert 0.95 < found < most
+
+
 SHAPES = [("llama8b", {}, ["adapter=full"]), ("qwen7b", {}, ["adapter=lora"]),
           ("mixtral8x7b", {}, ["adapter=lora", "batch.micro_rows=4", "model.activation_checkpointing=none"]),
           ("qwen235b", {}, ["adapter=full"]),

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -107,6 +108,8 @@ def test_ranks_that_share_rows_learn_judge_and_answer_the_same(place):
     lines = [[json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()] for folder in folders]
     found = [[line[name] for line in of_one for name in ("loss", "eval_loss") if name in line] for of_one in lines]
     assert len(found[0]) == 4 + 3 and found[1] == pytest.approx(found[0], rel=1e-4)
+    answers = [re.findall(r"  > the cat\n  (.*)", done.stdout) for done in (alone, shared)]
+    assert len(answers[0]) == 2 and answers[1] == answers[0]  # before and after
 
 
 def test_too_few_ranks_is_an_error_that_names_the_fix(place):

@@ -85,13 +85,39 @@ def test_only_the_inputs_of_layers_go_to_the_host(tmp_path, monkeypatch):
     ({"supports_gradient_checkpointing": False}, {}, "=full: LlamaForCausalLM cannot checkpoint; use none"),
     ({"_set_gradient_checkpointing": lambda self, module, value=False: None}, {}, "which is not told how; use none"),
     ({}, {"checkpoint_every_layers": 2}, "no layers that checkpoint one by one; use model.checkpoint_every_layers=1"),
-    ({}, {"checkpoints_on_host": True}, "no layers that checkpoint one by one"),
-    ({}, {}, None)])
+    ({}, {"checkpoints_on_host": True}, None), ({}, {}, None)])
 def test_a_model_that_would_take_no_notice_is_refused(tmp_path, monkeypatch, change, settings, message):
     from transformers import LlamaForCausalLM
 
     for name, value in change.items():
         monkeypatch.setattr(LlamaForCausalLM, name, value)
     monkeypatch.setattr(checkpointing, "GradientCheckpointingLayer", int)  # as of code that does without it
+    monkeypatch.setattr("transformers.modeling_utils.save_on_cpu", lambda **_: nullcontext())
     with pytest.raises(ConfigError, match=message) if message else nullcontext():
         step(tmp_path, activation_checkpointing="full", **settings)
+
+
+def test_selective_leaves_compiled_functions_within_a_layer_compiled():
+    graphs = []
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    function = torch.compile(lambda x: torch.relu(x) * 2, backend=backend)
+    x = torch.ones(3, 128, requires_grad=True)
+    torch.utils.checkpoint.checkpoint(lambda x: function(x @ torch.ones(128, 4)), x, use_reentrant=False,
+                                      context_fn=checkpointing._contexts).sum().backward()
+    assert len(graphs) == 1 and torch.equal(x.grad, torch.full((3, 128), 8.0))
+
+
+def test_selective_runs_operators_of_higher_order():
+    from torch.nn.attention.flex_attention import flex_attention
+
+    x = torch.randn(1, 2, 16, 32)  # it has no backward on CPUs
+    first, again = checkpointing._contexts()
+    with first:
+        found = flex_attention(x, x, x)
+    with again:
+        assert torch.equal(flex_attention(x, x, x), found)
+    assert torch.allclose(found, flex_attention(x, x, x))

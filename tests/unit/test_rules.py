@@ -82,6 +82,8 @@ def test_the_cut_is_that_of_the_number_of_gpus_and_of_the_row_length():
      ["model.checkpoint_every_layers=2: nothing is checkpointed", "use full or selective"]),
     (["model.activation_checkpointing=none", "model.checkpoints_on_host=true"], {},
      ["model.checkpoints_on_host=true: nothing is checkpointed", "use full or selective"]),
+    (["model.attention=flex", "model.activation_checkpointing=selective"], {},
+     ["model.activation_checkpointing=selective: does not see", "attention=flex", "use model.activation_checkpointing="]),
     (["model.checkpoints_on_host=true"], {"device": "cpu"},
      ["model.checkpoints_on_host=true: moves tensors from a GPU", "device=cpu has no GPU"]),
     (["model.compile=true", "model.checkpoints_on_host=true"], {},

@@ -129,6 +129,7 @@ def test_what_goes_from_each_gpu_to_each_takes_links_and_ports_side_by_side():
     assert all_to_all_s(8e9, 16, one, H100, 5000) == pytest.approx(8 * 7 / 16 / 360)
     # ranks 4 to 7 are on two nodes of six GPUs: two and two
     assert all_to_all_s(8e9, 4, three, H100, 50) == pytest.approx(8 * 2 / 4 / 40)
+    assert all_to_all_s(8e9, 4, three, GPUS["l40s"], 50) == pytest.approx(8 * 3 / 4 / (GPUS["l40s"].link_gb_s * 0.1))
     wide = [step_time(v3(count), H100) for count in (8, 64)]
     travel = [all_to_all_s(travel_bytes(v3(count)), count, v3(count), H100, 50) for count in (8, 64)]
     assert wide[1].exposed_s - wide[0].exposed_s > 0.5 * (travel[1] - travel[0]) > 0
@@ -149,10 +150,16 @@ def test_a_second_copy_is_gathered_within_a_node_but_for_what_a_step_changed():
     far, near = (zero3(1, 4096, 4, **more) for more in ({}, {"hpz_gpus": 8}))
     whole_s = bus_s(2 * 6738415616, 16, llama(gpus=16), H100, 1)
     assert far.communication_s - near.communication_s == pytest.approx(
-        8 * whole_s - whole_s - 8 * bus_s(2 * 6738415616, 8, llama(), H100, 1))
+        8 * whole_s - whole_s - 7 * bus_s(2 * 6738415616, 8, llama(), H100, 1))
     forward_s = compute_s(llama(strategy="zero3", gpus=16, shard_gpus=16), H100)[0]
     reduced_s = 4 * bus_s(4 * 6738415616, 16, llama(gpus=16), H100, 1)
     assert near.exposed_s == pytest.approx(whole_s - forward_s + reduced_s, rel=1e-3)
+    # of an adapter the frozen weights are gathered within the node each time
+    few = zero3(1, 512, 1, hpz_gpus=8, adapter="lora", trains_embeddings=True)
+    trained = llama(adapter="lora", trains_embeddings=True).trained_parameters
+    local_s = bus_s(2 * 6738415616 + 2 * trained, 8, llama(), H100, 1)
+    first_s = bus_s(2 * 6738415616, 8, llama(), H100, 1) + bus_s(2 * trained, 16, llama(gpus=16), H100, 1)
+    assert few.communication_s == pytest.approx(first_s + local_s + bus_s(4 * trained, 16, llama(gpus=16), H100, 1))
 
 
 def test_gpus_that_share_rows_do_the_work_of_whole_rows_together():

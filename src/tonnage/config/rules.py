@@ -48,10 +48,7 @@ def resolve_layout(config: Config, gpus: int, device: str, local_gpus: int, unde
     """
     strategy = config.strategy.name
     if strategy == "auto":
-        if config.strategy.hpz_gpus > 1 or under_deepspeed and config.strategy.expert_gpus == 1:
-            strategy = "zero3" if gpus > 1 else "zero1"
-        else:
-            strategy = "fsdp" if gpus > 1 else "ddp"
+        strategy = ladder(config, under_deepspeed)[-1 if gpus > 1 else 0]
     per_node = config.cluster.gpus_per_node
     per_node = min(gpus, local_gpus) if per_node == "auto" else min(gpus, per_node)
     faults = _broken_rules(config, gpus, per_node, device, strategy)
@@ -60,6 +57,15 @@ def resolve_layout(config: Config, gpus: int, device: str, local_gpus: int, unde
     together = config.strategy.sequence_gpus
     cut = resolve_batch(config.batch, gpus, config.data.seq_tokens, together)
     return Layout(gpus, per_node, device, strategy, cut, together)
+
+
+def ladder(config: Config, under_deepspeed: bool) -> tuple[str, ...]:
+    """What strategy=auto may become, from the least sharding to the most."""
+    if config.strategy.expert_gpus > 1:
+        return tuple(name for name, row in CAPABILITIES.items() if row.expert_parallel)
+    if config.strategy.hpz_gpus > 1:
+        return ("zero3",)
+    return ("zero1", "zero2", "zero3") if under_deepspeed else ("ddp", "hsdp", "fsdp")
 
 
 def _broken_rules(config, gpus, per_node, device, strategy):
@@ -126,6 +132,9 @@ def _broken_rules(config, gpus, per_node, device, strategy):
          "model.attention=flash: works in bf16 and fp16; use precision=bf16 or model.attention=sdpa"),
         (config.model.attention == "flex" and device == "cpu",
          "model.attention=flex: has no backward on CPUs; use model.attention=sdpa"),
+        (config.model.attention == "flex" and config.model.activation_checkpointing == "selective",
+         "model.activation_checkpointing=selective: does not see within the compiled kernels of model.attention=flex, and "
+         "would compute them again; use model.activation_checkpointing=full, or model.attention=sdpa"),
         (config.precision.name == "fp8" and config.adapter.quantise != "none",
          f"adapter.quantise={config.adapter.quantise}: not with precision=fp8, which rounds the weights of each product "
          f"itself; use adapter.quantise=none (adapter=lora), or precision=bf16"),

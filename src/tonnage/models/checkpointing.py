@@ -50,10 +50,9 @@ def _obstacle(model, settings):
         return "cannot checkpoint; use none"
     if "value" in inspect.signature(model._set_gradient_checkpointing).parameters:  # transformers then drops `how`
         return "checkpoints in the way of transformers before 4.35, which is not told how; use none"
-    each_alike = settings.checkpoint_every_layers == 1 and not settings.checkpoints_on_host
-    if not each_alike and not any(isinstance(module, GradientCheckpointingLayer) for module in model.modules()):
-        return ("has no layers that checkpoint one by one; use model.checkpoint_every_layers=1 "
-                "model.checkpoints_on_host=false")
+    if settings.checkpoint_every_layers > 1 and not any(
+            isinstance(module, GradientCheckpointingLayer) for module in model.modules()):
+        return "has no layers that checkpoint one by one; use model.checkpoint_every_layers=1"
     return None
 
 
@@ -69,9 +68,15 @@ def _contexts():
 class _OfKept(TorchDispatchMode):
     """Hands on to `mode` the operations whose results are kept, and runs the others."""
 
+    supports_higher_order_operators = True  # flex attention is one
+
     def __init__(self, mode):
         super().__init__()
         self.mode = mode
+
+    @classmethod
+    def ignore_compile_internals(cls):
+        return True  # as torch's own; else what is compiled within a layer would run eagerly
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         if _is_kept(op, args):

@@ -215,14 +215,14 @@ def _adapter_parameters(architecture, targets, rank, dora):
 def _expert_adapters(architecture, i, targets, rank):
     shapes = architecture.linear_shapes(i)
     return sum(architecture.num_experts * rank * (inputs + outputs) for name, (inputs, outputs) in shapes.items()
-               if _is_expert(name) and is_adapted(name, targets))
+               if is_expert(name) and is_adapted(name, targets))
 
 
 @lru_cache
 def _adapted(architecture, targets):
     """(in, out) of the adapted matrices of each layer, routed experts left out."""
     return tuple(tuple(shape for name, shape in architecture.linear_shapes(i).items()
-                       if is_adapted(name, targets) and not _is_expert(name)) for i in range(architecture.num_layers))
+                       if is_adapted(name, targets) and not is_expert(name)) for i in range(architecture.num_layers))
 
 
 @lru_cache
@@ -231,7 +231,7 @@ def _kept_layers(architecture, quantise, compute_bytes):
     for i, layer in enumerate(architecture.layers):
         size = compute_bytes * (layer.total - layer.routed_experts)
         for name, (inputs, outputs) in architecture.linear_shapes(i).items() if quantise != "none" else ():
-            if name != "mlp.gate" and not _is_expert(name):
+            if name != "mlp.gate" and not is_expert(name):
                 size += kept_bytes(quantise, (outputs, inputs)) - compute_bytes * inputs * outputs
         kept.append(size + _kept_experts(architecture, i, quantise, compute_bytes))
     return tuple(kept)
@@ -242,7 +242,7 @@ def _kept_experts(architecture, i, quantise, compute_bytes):
     if quantise == "none":
         return compute_bytes * architecture.layers[i].routed_experts
     return sum(architecture.num_experts * kept_bytes(quantise, (outputs, inputs), expert_parts(name))
-               for name, (inputs, outputs) in architecture.linear_shapes(i).items() if _is_expert(name))
+               for name, (inputs, outputs) in architecture.linear_shapes(i).items() if is_expert(name))
 
 
 @lru_cache
@@ -250,7 +250,7 @@ def adapted_shapes(architecture: Architecture, targets: tuple[str, ...]) -> tupl
     """(in, out) of every adapted matrix of the model that a token goes through."""
     shapes = [shape for shapes in _adapted(architecture, targets) for shape in shapes]
     for i in range(architecture.num_layers):
-        shapes += [shape for name, shape in architecture.linear_shapes(i).items() if _is_expert(name)
+        shapes += [shape for name, shape in architecture.linear_shapes(i).items() if is_expert(name)
                    and is_adapted(name, targets) for _ in range(architecture.experts_per_token)]
     return tuple(shapes)
 
@@ -267,7 +267,7 @@ def is_adapted(name: str, targets: tuple[str, ...]) -> bool:
     """Whether the matrix `name` of `Architecture.linear_shapes` carries an adapter."""
     if name == "mlp.gate":
         return False
-    if _is_expert(name):
+    if is_expert(name):
         return "experts" in targets
     return any(word == "all-linear" or name == word or name.endswith("." + word) for word in targets)
 
@@ -283,10 +283,11 @@ def _float8_sums(architecture):
 def is_float8(name: str, inputs: int, outputs: int) -> bool:
     """Whether precision=fp8 multiplies with the matrix `name` of `Architecture.linear_shapes` in FP8 (models.float8)."""
     fits = inputs % FLOAT8_MULTIPLE == 0 and outputs % FLOAT8_MULTIPLE == 0
-    return fits and name != "mlp.gate" and not _is_expert(name)
+    return fits and name != "mlp.gate" and not is_expert(name)
 
 
-def _is_expert(name):
+def is_expert(name: str) -> bool:
+    """Whether a name of `Architecture.linear_shapes` stands for routed experts."""
     return name.startswith("mlp.experts.")
 
 

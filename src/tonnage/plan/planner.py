@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tonnage.config.batch import micro_choices
-from tonnage.config.rules import Layout, resolve_layout
+from tonnage.config.rules import Layout, ladder, resolve_layout
 from tonnage.config.schema import Config
 from tonnage.errors import ConfigError, NotFetched, UnknownFamily
 from tonnage.facts.architectures import Architecture
-from tonnage.facts.capabilities import CAPABILITIES, chosen_of, violations
+from tonnage.facts.capabilities import chosen_of, violations
 from tonnage.facts.gpus import Gpu
 from tonnage.facts.models import MODELS
 from tonnage.plan.host import Host, host
@@ -25,8 +25,6 @@ from tonnage.plan.verdict import FITS, verdict
 GPUS_PER_NODE = 8  # where neither cluster.gpus_per_node nor a machine says so
 # beyond this many tokens a micro-batch gains little speed: the matrix products fill the GPU
 MOST_MICRO_TOKENS = 16384
-# strategies from the least sharding to the most
-LADDERS = {"deepspeed": ("zero1", "zero2", "zero3"), "fsdp": ("ddp", "hsdp", "fsdp")}
 
 
 @dataclass(frozen=True)
@@ -125,18 +123,14 @@ def _strategies(config: Config, gpus: int, per_node: int, under_deepspeed: bool)
     """What `auto` may become, from the least sharding to the most."""
     if config.strategy.name != "auto":
         return [config.strategy.name]
-    if config.strategy.expert_gpus > 1:
-        return [name for name, row in CAPABILITIES.items() if row.expert_parallel]
-    if config.strategy.hpz_gpus > 1:
-        return ["zero3"]
-    ladder = LADDERS["deepspeed" if under_deepspeed else "fsdp"]
+    names = ladder(config, under_deepspeed)
     if gpus == 1:
-        ladder = ladder[:2] if under_deepspeed else ladder[:1]
+        names = names[:2] if under_deepspeed else names[:1]
     elif gpus <= per_node or config.strategy.offload != "none":
         # within one node it is fsdp; on several each has a copy of what is offloaded in its memory, and moves more of it
-        ladder = tuple(name for name in ladder if name != "hsdp")
-    legal = [name for name in ladder if not violations(name, chosen_of(config))]
-    return legal or [ladder[-1]]
+        names = tuple(name for name in names if name != "hsdp")
+    legal = [name for name in names if not violations(name, chosen_of(config))]
+    return legal or [names[-1]]
 
 
 def _micro_batches(config: Config, gpus: int) -> Iterator[Config]:

@@ -62,16 +62,16 @@ class Search:
 
 
 def search(config: Config, plan: Plan, extremes: bool = False) -> Search:
-    """Every combination of strategy, offload, checkpointing, micro-batch, adapter and its base, optimizer and precision
-    that the capability registry accepts, on the GPUs of `plan`; of micro-batches only `auto` and one row for the
-    `extremes`. GPUs share rows where one row of a GPU does not fit, as few as it takes."""
+    """Every combination of strategy, offload, checkpointing, micro-batch, adapter and its base, optimizer, precision,
+    experts over GPUs and a second copy that the capability registry accepts, on the GPUs of `plan`; of micro-batches only
+    `auto` and one row for the `extremes`. GPUs share rows where one row of a GPU does not fit, as few as it takes."""
     found, failing, least, seen, fitting = [], Counter(), {}, set(), set()
     for candidate, words in _candidates(config, plan, extremes):
         unshared = tuple(word for key, word in words.items() if key != "strategy.sequence_gpus")
         if candidate.strategy.sequence_gpus > config.strategy.sequence_gpus and unshared in fitting:
             continue  # to share rows is for what does not fit otherwise
         one = _evaluate(candidate, words, plan)
-        if one is not None and one.verdict != DOES_NOT_FIT:
+        if one is not None and one.verdict == FITS:
             fitting.add(unshared)
         same = one and (one.strategy, one.micro_rows, *chosen_of(candidate).values(), candidate.adapter.quantise,
                         _checkpointing(candidate), candidate.strategy.expert_gpus, candidate.strategy.hpz_gpus,
@@ -131,9 +131,9 @@ def _candidates(config: Config, plan: Plan, extremes: bool) -> Iterator[tuple[Co
         values += [replace(config.model, **dict(zip(CHECKPOINTING_KEYS, checkpointing, strict=True))),
                    replace(config.adapter, name=adapter[0], quantise=adapter[1])]
         candidate = _changed(config, *values)
-        if "batch.micro_rows" in words and config.batch.accumulation_steps != "auto":
-            words["batch.accumulation_steps"] = "batch.accumulation_steps=auto"
-            candidate = replace(candidate, batch=replace(candidate.batch, accumulation_steps="auto"))
+        if words.keys() & {"batch.micro_rows", "strategy.sequence_gpus"}:
+            words |= _window_words(config, plan)
+            candidate = _same_window(candidate, config, plan)
         name, experts = candidate.strategy.name, candidate.strategy.expert_gpus
         if experts > 1 and not (name == "auto" or CAPABILITIES[name].expert_parallel):
             continue
@@ -231,9 +231,9 @@ def _evaluate(candidate, words, plan, gpu=None):
 
 def _more_gpus(config, plan):
     """The fewest GPUs, doubling, on which the run fits with strategy and micro-batch left to be worked out."""
-    free, gpus = _freed(config), plan.layout.gpus * 2
+    free, gpus = _freed(config, plan), plan.layout.gpus * 2
     while gpus <= MOST_GPUS:
-        words = {"gpus": f"gpus={gpus}"} | _freeing(config)
+        words = {"gpus": f"gpus={gpus}"} | _freeing(config, plan)
         one = _evaluate(replace(free, gpus=gpus), words, plan)
         if one is not None and one.verdict == FITS:
             return one
@@ -247,19 +247,39 @@ def _larger_gpu(config, plan):
         if gpu.memory_gib > plan.gpu.memory_gib:
             stated = {"gpu.memory_gib": config.gpu.memory_gib, "gpu.price_usd_h": config.gpu.price_usd_h}
             words = {key: f"{key}=null" for key, value in stated.items() if value is not None}
-            one = _evaluate(_freed(config), {"gpu": f"gpu={gpu.name}"} | words | _freeing(config), plan, gpu)
+            one = _evaluate(_freed(config, plan), {"gpu": f"gpu={gpu.name}"} | words | _freeing(config, plan), plan, gpu)
             if one is not None and one.verdict == FITS:
                 return one
     return None
 
 
-def _freeing(config):
+def _freeing(config, plan):
     return {key: f"{key}=auto" for key, value in (("strategy", config.strategy.name),
-                                                  ("batch.micro_rows", config.batch.micro_rows),
-                                                  ("batch.accumulation_steps", config.batch.accumulation_steps))
-            if value != "auto"}
+                                                  ("batch.micro_rows", config.batch.micro_rows))
+            if value != "auto"} | _window_words(config, plan)
 
 
-def _freed(config):
-    return replace(config, strategy=replace(config.strategy, name="auto"),
-                   batch=replace(config.batch, micro_rows="auto", accumulation_steps="auto"))
+def _freed(config, plan):
+    free = replace(config, strategy=replace(config.strategy, name="auto"), batch=replace(config.batch, micro_rows="auto"))
+    return _same_window(free, config, plan)
+
+
+def _same_window(candidate, config, plan):
+    """`candidate` with the window of the run, however many GPUs and rows cut it."""
+    if config.batch.accumulation_steps == "auto":
+        return candidate
+    rows = {} if _window_is_stated(config) else {"global_rows": plan.layout.cut.global_rows}
+    return replace(candidate, batch=replace(candidate.batch, accumulation_steps="auto", **rows))
+
+
+def _window_words(config, plan):
+    """The words, by key, for `_same_window`."""
+    if config.batch.accumulation_steps == "auto":
+        return {}
+    rows = {} if _window_is_stated(config) else {"batch.global_rows": f"batch.global_rows={plan.layout.cut.global_rows}"}
+    return {"batch.accumulation_steps": "batch.accumulation_steps=auto"} | rows
+
+
+def _window_is_stated(config):
+    """Else it is what accumulation steps make of micro-batches and GPUs."""
+    return config.batch.global_rows != "auto" or config.batch.global_tokens is not None

@@ -129,10 +129,12 @@ def step_time(job: Job, gpu: Gpu, network_gb_s: float = NETWORK_GB_S, base_bytes
     gather_s, reduce_s = (bus_s(size, job.shard_gpus, job, gpu, network_gb_s) for size in (gather, reduce))
     changed_s = changed_exposed_s = 0.0
     if job.hpz_gpus > 1:  # within a node but for what a step has changed
+        changed = 2.0 * job.trained_parameters
         gather_s = bus_s(gather, job.hpz_gpus, job, gpu, network_gb_s)
-        changed_s = bus_s(2.0 * job.trained_parameters, job.shard_gpus, job, gpu, network_gb_s)
-        changed_exposed_s = max(0.0, _exposed_s(forward_s, changed_s, 0.0, job, gpu)
-                                - _exposed_s(forward_s, gather_s, 0.0, job, gpu))
+        first_s = (bus_s(gather - changed, job.hpz_gpus, job, gpu, network_gb_s)
+                   + bus_s(changed, job.shard_gpus, job, gpu, network_gb_s))
+        changed_s = first_s - gather_s
+        changed_exposed_s = (_exposed_s(forward_s, first_s, 0.0, job, gpu) - _exposed_s(forward_s, gather_s, 0.0, job, gpu))
     gathers_again = job.reshard_after_forward or job.strategy == "zero3"
     parts = [(forward_s, gather_s, 0.0), (backward_s, gather_s * gathers_again, reduce_s)]
     exposed_s = sum(_exposed_s(work, gathered, reduced, job, gpu) for work, gathered, reduced in parts)
@@ -271,11 +273,12 @@ def bus_s(size: float, group: int, job: Job, gpu: Gpu, network_gb_s: float) -> f
 def all_to_all_s(size: float, group: int, job: Job, gpu: Gpu, network_gb_s: float) -> float:
     """Seconds in which each of `group` GPUs, neighbours by rank, sends `size` bytes in equal parts to all, itself too.
 
-    Nothing is passed on: what leaves a node takes the GPU's own port, beside what stays on the node's links. Of a group
-    that does not end with a node, the GPUs that have the fewest others on theirs set the pace.
+    Nothing is passed on: what leaves a node takes the GPU's own port, beside what stays on the node's links. Where groups
+    do not end with nodes, the GPUs with the fewest others of theirs on the node set the pace of ports, those with the most
+    that of links.
     """
-    near = math.gcd(group, job.gpus_per_node)
-    within_s, between_s = (near - 1) / _link_gb_s(gpu), (group - near) / (network_gb_s * NVLINK_FRACTION)
+    most, fewest = min(group, job.gpus_per_node), math.gcd(group, job.gpus_per_node)
+    within_s, between_s = (most - 1) / _link_gb_s(gpu), (group - fewest) / (network_gb_s * NVLINK_FRACTION)
     return size / group * max(within_s, between_s) / 1e9
 
 

@@ -143,8 +143,9 @@ def _zero(job):
     """DeepSpeed: whole weights in the compute precision (sharded at stage 3), fp32 ones and states sharded.
 
     Measured allocation by allocation (tests/dist/memory.py): stage 1 in bf16 holds the whole fp32 sums of gradients and
-    the bf16 gradients besides, and reduces all of them at once; stage 3 holds its bucket for good, gathers up to a limit,
-    and casts the gradients of a sub-group in the step.
+    the bf16 gradients besides, and reduces all of them at once; stage 2 in bf16 sums gradients in fp32 on the GPU, also
+    where the optimizer is offloaded; stage 3 holds its bucket for good, gathers up to a limit, and casts the gradients of a
+    sub-group in the step.
     """
     a, c, n, limits = job.architecture, job.compute_bytes, job.shard_gpus, job.zero
     stage, trained = int(job.strategy.removeprefix("zero")), job.trained_parameters
@@ -158,8 +159,11 @@ def _zero(job):
     if all_offloaded:
         weights = {}
     sums = MASTER * trained / (1 if stage < 2 else n)
-    if stage == 1 and not in_fp32:
+    if stage == 1 and not in_fp32 and not offload:
         sums += c * trained
+    if offload and stage < 3:
+        weights["a gradient on its way"] = c * _largest_saved(job, layers)
+    summed_here = not offload or stage < 2 or stage == 2 and not in_fp32
     # stage 3 casts and averages a gradient that no bucket holds as a whole (measured: 8 bytes a number)
     whole_casts = [8.0 * size if stage == 3 and job.trains_all and size > limits.reduce_bucket_size else 0.0
                    for size in map(a.largest_matrix, range(a.num_layers))]
@@ -185,7 +189,7 @@ def _zero(job):
     return Spread(
         weights={name: size for name, size in weights.items() if size}, states=0.0 if offload else
         STATES[job.optimizer] * trained / n if stage else STATES[job.optimizer] * trained,
-        gradients=sums * (not offload or stage < 2), share=1 / (1 if stage < 2 else n), layers=units,
+        gradients=sums * summed_here, share=1 / (1 if stage < 2 else n), layers=units,
         embedding=Unit(0.0, c * embedding, 0.0), head=Unit(0.0, c * head, 0.0),
         root=Unit(gathered), reduce=reduce, second_sum=MASTER * trained / n if stage == 2 and in_fp32 else 0.0, step=step,
         save=MASTER * _largest_saved(job, layers))
