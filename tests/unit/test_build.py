@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tonnage.config.schema import Adapter, Model
+from tonnage.errors import ConfigError
 from tonnage.facts.models import MODELS
 from tonnage.models import build
 
@@ -54,3 +55,12 @@ def test_linear_layers_of_a_class_of_their_own_are_named_where_they_stay_unquant
     build.quantise(plain, "nf4")
     assert len(said) == 1 and "1 linear layers" in said[0] and "model.layers.1.mlp.up_proj" in said[0]
     assert not hasattr(plain.model.layers[1].mlp.up_proj, "kept") and plain.model.layers[0].mlp.up_proj.kept
+
+
+def test_code_without_an_attention_is_told_which_it_has(tmp_path):
+    gemma = {"model_type": "gemma2", "architectures": ["Gemma2ForCausalLM"], "num_hidden_layers": 2, "hidden_size": 32,
+             "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 64}
+    (tmp_path / "config.json").write_text(json.dumps(gemma))
+    with pytest.raises(ConfigError, match="=auto: the code of gemma2 has none by sdpa; use model.attention=eager"):
+        build.build_model(str(tmp_path), Model(path=str(tmp_path)), Adapter(name="full"), "sdpa", torch.float32,
+                          torch.float32)

@@ -266,6 +266,43 @@ def test_host_memory_grows_with_what_is_offloaded():
     assert here.checkpoint_gib == pytest.approx(12 * 8.03e9 / GIB, rel=0.01)
 
 
+def test_a_run_that_needs_more_host_memory_than_is_given_does_not_fit():
+    words = ("model=llama8b", "gpu=h100", "gpus=8", "strategy=fsdp", "strategy.offload=all")
+    config, plan = planned(*words, "cluster.memory_gib=30")
+    assert plan.verdict == DOES_NOT_FIT and plan.share < 0.5
+    told = f"host memory {plan.host.memory_gib:.1f} GiB a node is more than cluster.memory_gib=30"
+    assert told in text.describe(config, plan)
+    advice = remedies(config, plan)
+    assert advice and all(one.host_gib <= 30 for one in advice)
+    config, plan = planned(*words, "cluster.memory_gib=60")
+    assert plan.verdict == FITS and "cluster.memory_gib" not in text.describe(config, plan)
+
+
+def test_what_the_engine_would_refuse_is_refused_by_the_plan():
+    with pytest.raises(ConfigError, match="zero_quantized_weights"):
+        planned("model=llama8b", "gpu=h100", "gpus=8", "strategy=zero3",
+                "strategy.extra={zero_optimization: {zero_quantized_weights: true}}")
+    with pytest.raises(ConfigError, match="no routed experts"):
+        planned("model=llama8b", "gpu=h100", "gpus=8", "strategy=fsdp", "strategy.expert_gpus=2")
+
+
+def test_emulated_fp8_has_no_speed_and_a_plan_says_its_levers():
+    words = ("model=llama8b", "gpu=h100", "gpus=8", "strategy=fsdp", "precision=fp8")
+    config, plan = planned(*words, "precision.fp8_emulate=true")
+    assert plan.speed is None and planned(*words)[1].speed is not None
+    assert text.as_dict(config, plan)["levers"]["precision"] == "fp8"
+    assert "in every 22nd layer" in text.describe(*planned(*words, "model.checkpoint_every_layers=22"))
+    assert "too low" in text.describe(*planned("model=llama8b", "gpu=h100", "model.attention=eager"))
+
+
+@pytest.mark.parametrize("settings", [{"sliding_window": 1024}, {"sliding_window": None}])
+def test_a_window_is_a_mask_for_which_keys_are_repeated(tmp_path, settings):
+    (tmp_path / "config.json").write_text(json.dumps(MODELS["mixtral8x7b"].hf_config | settings))
+    words = ("model=custom", f"model.path={tmp_path}", "gpu=h200", "gpus=8", "model.activation_checkpointing=none")
+    saved = planned(*words, "batch.micro_rows=1")[1].memory.phases["backward"]
+    assert ("attention mask" in saved) == (settings["sliding_window"] is not None)
+
+
 def test_a_block_of_pinned_memory_is_a_power_of_two():
     assert [pinned_bytes(size) for size in (0, 1, 4096, 4097)] == [0, 1, 4096, 8192]
     assert [pinned_bytes(size, block=10) for size in (9, 20, 25)] == [16, 32, 16 + 16 + 8]

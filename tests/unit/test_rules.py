@@ -100,6 +100,10 @@ def test_the_cut_is_that_of_the_number_of_gpus_and_of_the_row_length():
     (["strategy=zero3", "strategy.hpz_gpus=6"], {"gpus": 16},
      ["strategy.hpz_gpus=6: must divide the 8 GPUs of a node; try 4"]),
     (["batch.global_rows=128", "batch.micro_rows=2", "accumulation=3"], {}, ["batch.accumulation_steps=3", "nearest"]),
+    (["model=llama8b", "strategy=fsdp", "strategy.expert_gpus=2"], {"gpus": 8},
+     ["strategy.expert_gpus=2: this model has no routed experts; use strategy.expert_gpus=1"]),
+    (["model=mixtral8x7b", "strategy=fsdp", "strategy.expert_gpus=3"], {"gpus": 24},
+     ["strategy.expert_gpus=3: must divide the 8 experts of a layer; try 2"]),
     (["strategy.sequence_gpus=3"], {"gpus": 8}, ["strategy.sequence_gpus=3: must divide gpus=8; try 2"]),
     (["model=llama7b", "strategy.sequence_gpus=2", "model.attention=flash"], {"gpus": 2},
      ["model.attention=flash: not with strategy.sequence_gpus=2", "use model.attention=sdpa"]),
@@ -169,6 +173,15 @@ def test_every_known_model_takes_rows_as_long_as_its_positions():
         longest = facts.architecture.max_positions_tokens
         assert layout(f"model={name}", f"data.seq_tokens={longest}")
         assert f"{longest:,} tokens" in refusal(f"model={name}", f"data.seq_tokens={longest + 1}")
+
+
+@pytest.mark.parametrize("under_deepspeed", [False, True])
+@pytest.mark.parametrize("offload, gpus, strategy", [
+    ("none", 1, ("ddp", "zero1")), ("none", 4, ("fsdp", "zero3")), ("optimizer", 1, ("zero1", "zero1")),
+    ("optimizer", 4, ("zero3", "zero3")), ("all", 1, ("fsdp", "zero3")), ("all", 4, ("fsdp", "zero3"))])
+def test_auto_is_a_strategy_that_offloads_what_is_asked_for(offload, gpus, strategy, under_deepspeed):
+    found = layout(f"strategy.offload={offload}", gpus=gpus, under_deepspeed=under_deepspeed)
+    assert found.strategy == strategy[under_deepspeed]
 
 
 # ---- freezing

@@ -48,7 +48,8 @@ def resolve_layout(config: Config, gpus: int, device: str, local_gpus: int, unde
     """
     strategy = config.strategy.name
     if strategy == "auto":
-        strategy = ladder(config, under_deepspeed)[-1 if gpus > 1 else 0]
+        names = [name for name in ladder(config, under_deepspeed) if name != "hsdp"]
+        strategy = names[-1 if gpus > 1 else 0]
     per_node = config.cluster.gpus_per_node
     per_node = min(gpus, local_gpus) if per_node == "auto" else min(gpus, per_node)
     faults = _broken_rules(config, gpus, per_node, device, strategy)
@@ -65,7 +66,11 @@ def ladder(config: Config, under_deepspeed: bool) -> tuple[str, ...]:
         return tuple(name for name, row in CAPABILITIES.items() if row.expert_parallel)
     if config.strategy.hpz_gpus > 1:
         return ("zero3",)
-    return ("zero1", "zero2", "zero3") if under_deepspeed else ("ddp", "hsdp", "fsdp")
+    families = [("ddp", "hsdp", "fsdp"), ("zero1", "zero2", "zero3")]
+    for names in reversed(families) if under_deepspeed else families:
+        if legal := tuple(name for name in names if config.strategy.offload in CAPABILITIES[name].offload):
+            return legal
+    return families[under_deepspeed]
 
 
 def _broken_rules(config, gpus, per_node, device, strategy):
@@ -177,8 +182,7 @@ def _model_rules(config):
     if config.data.seq_tokens > longest:
         return [f"data.seq_tokens={config.data.seq_tokens}: {config.model.name} has positions for {longest:,} tokens; "
                 f"use at most that"]
-    obstacle = sharing_obstacle(config, facts.architecture)
-    return [] if obstacle is None else [obstacle]
+    return shape_faults(config, facts.architecture)
 
 
 def shard_gpus(config: Config, strategy: str, gpus: int, per_node: int) -> int:
@@ -232,10 +236,22 @@ def sequence_faults(config: Config, gpus: int) -> list[str]:
     return [text for broken, text in rules if broken]
 
 
-def sharing_obstacle(config: Config, architecture: Architecture) -> str | None:
-    """`slicing_obstacle` of a model whose shape is known."""
-    return slicing_obstacle(config.strategy.sequence_gpus, config.data.seq_tokens, architecture.num_heads,
-                            architecture.attention_window_tokens, architecture.moving_rope)
+def shape_faults(config: Config, architecture: Architecture) -> list[str]:
+    """Why GPUs cannot share rows or experts of a model of this shape as the config says."""
+    sliced = slicing_obstacle(config.strategy.sequence_gpus, config.data.seq_tokens, architecture.num_heads,
+                              architecture.attention_window_tokens, architecture.moving_rope)
+    spread = expert_obstacle(config.strategy.expert_gpus, architecture.num_experts)
+    return [text for text in (sliced, spread) if text is not None]
+
+
+def expert_obstacle(expert_gpus: int, num_experts: int) -> str | None:
+    """The error where `num_experts` of a layer cannot be spread over `expert_gpus`, or None."""
+    if expert_gpus == 1 or num_experts and num_experts % expert_gpus == 0:
+        return None
+    where = f"strategy.expert_gpus={expert_gpus}"
+    if not num_experts:
+        return f"{where}: this model has no routed experts; use strategy.expert_gpus=1"
+    return f"{where}: must divide the {num_experts} experts of a layer; try {_divisor(num_experts, expert_gpus)}"
 
 
 def slicing_obstacle(sequence_gpus: int, seq_tokens: int, num_heads: int, attention_window_tokens: int | None,

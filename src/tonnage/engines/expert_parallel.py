@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from tonnage.config.rules import expert_obstacle
 from tonnage.errors import ConfigError
 from tonnage.models.experts import expert_modules
 
@@ -40,11 +41,10 @@ def spread_experts(model: nn.Module, mesh: DeviceMesh, options: dict[str, Any]) 
 
     found, size, copies = expert_modules(model), mesh["experts"].size(), mesh["copies"].size()
     settled = set()
-    if not found:
-        raise ConfigError(f"strategy.expert_gpus={size}: this model has no routed experts; use strategy.expert_gpus=1")
+    for number in {experts.num_experts for experts in found.values()} or {0}:
+        if (obstacle := expert_obstacle(size, number)) is not None:
+            raise ConfigError(obstacle)
     for experts in found.values():
-        if experts.num_experts % size:
-            raise ConfigError(f"strategy.expert_gpus={size}: must divide the {experts.num_experts} experts of a layer")
         for name, parameter in experts._parameters.items():
             if parameter is not None:
                 split = distribute_tensor(parameter.data, mesh["experts"], [Shard(0)], src_data_rank=None)

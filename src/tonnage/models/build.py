@@ -55,8 +55,14 @@ def build_model(folder: str, model: Model, adapter: Adapter, attention: str, fro
     config = read_config(folder, model.trust_remote_code)
     dtype = trained_dtype if adapter.name == "full" else frozen_dtype
     with no_init_weights():
-        built = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=ATTENTION[attention],
-                                                 trust_remote_code=model.trust_remote_code)
+        try:
+            built = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=ATTENTION[attention],
+                                                     trust_remote_code=model.trust_remote_code)
+        except ValueError as error:
+            if "does not support an attention implementation" not in str(error):
+                raise
+            raise ConfigError(f"model.attention={model.attention}: the code of {config.model_type} has none by "
+                              f"{attention}; use model.attention=eager") from error
     if (Path(folder) / "generation_config.json").is_file():
         built.generation_config = GenerationConfig.from_pretrained(folder)
     built.tie_weights()  # on meta that is left out, and an engine would take one weight for two

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import ceil
 
-from tonnage.config.rules import Layout, shard_gpus, sharing_obstacle
+from tonnage.config.rules import Layout, shape_faults, shard_gpus
 from tonnage.config.schema import Config
 from tonnage.errors import ConfigError
 from tonnage.facts.architectures import Architecture
@@ -201,7 +201,8 @@ class Job:
 
 def checkpointing_words(how: str, every_layers: int, on_host: bool) -> str:
     """Checkpointing for people: `full in every 2nd layer, inputs on the host`."""
-    ordinal = {2: "2nd", 3: "3rd"}.get(every_layers, f"{every_layers}th")
+    endings = {} if every_layers % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}
+    ordinal = f"{every_layers}{endings.get(every_layers % 10, 'th')}"
     every = f" in every {ordinal} layer" if every_layers > 1 else ""
     return f"{how}{every}{', inputs on the host' * on_host}"
 
@@ -299,8 +300,8 @@ def job_of(config: Config, layout: Layout, architecture: Architecture) -> Job:
     if config.adapter.name != "full" and nothing:
         raise ConfigError(f"adapter.targets={list(config.adapter.targets)}: matches no matrix of this model; there are "
                           f"{', '.join(sorted({name.rsplit('.', 1)[-1] for name in architecture.linear_shapes(0)}))}")
-    if (obstacle := sharing_obstacle(config, architecture)) is not None:
-        raise ConfigError(obstacle)
+    if faults := shape_faults(config, architecture):
+        raise ConfigError("\n".join(faults))
     if attention == "auto":  # flash is taken where flash-attn is installed; both hold the same tensors
         attention = "sdpa"
     return Job(

@@ -39,7 +39,9 @@ def memory(job: Job) -> Memory:
 
 def style_of(job: Job) -> Style:
     """How this project's engines compute a layer: adapters in the compute precision, transformers' own modules."""
-    packed = job.packing and job.attention == "sdpa"
+    # samples of a row that are kept apart, or a window, take a mask; without one attention is causal
+    windowed = job.architecture.attention_window_tokens is not None
+    packed = (job.packing or windowed) and job.attention == "sdpa"
     return Style(compute_bytes=job.compute_bytes, trains_base=job.trains_all, weight_gradient_bytes=job.compute_bytes,
                  rank=job.rank, adapted=adapted_names(job), adapter_bytes=job.compute_bytes, flash=job.attention != "eager",
                  masked=packed, holds_mask=packed, dropout=job.dropout > 0, dora=job.adapter == "dora",
@@ -147,7 +149,9 @@ def assemble(job: Job, style: Style, spread: Spread, loss: LossBytes) -> Memory:
             kept: below[i + 1] - own[i]}
         if spread.keeps_input_gradients:  # a layer's own output gradient is counted in its backward
             here |= {kept: below[-1], "gradients of layer inputs": max(0, a.num_layers - 2 - i) * between}
-        again = {"none": 0.0, "selective": layer.again, "full": style.dora * layer.forward}[how[i]]
+        # a layer's forward is the fuller half where its products need more than their results: casts, norms of weights
+        whole_again = max(style.dora * layer.forward, bool(style.float8) * (layer.forward + boundary))
+        again = {"none": 0.0, "selective": layer.again, "full": whole_again}[how[i]]
         backward.append(here | {
             "one layer's backward" if how[i] == "none" else "one layer again, backward":
                 max(layer.backward, again) + (how[i] != "none" and style.reentrant) * between,

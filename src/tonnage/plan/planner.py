@@ -11,16 +11,17 @@ from pathlib import Path
 from tonnage.config.batch import micro_choices
 from tonnage.config.rules import Layout, ladder, resolve_layout
 from tonnage.config.schema import Config
+from tonnage.engines.deepspeed_json import deepspeed_json
 from tonnage.errors import ConfigError, NotFetched, UnknownFamily
 from tonnage.facts.architectures import Architecture
-from tonnage.facts.capabilities import chosen_of, violations
+from tonnage.facts.capabilities import CAPABILITIES, chosen_of, violations
 from tonnage.facts.gpus import Gpu
 from tonnage.facts.models import MODELS
 from tonnage.plan.host import Host, host
 from tonnage.plan.job import Job, job_of
 from tonnage.plan.memory import Memory, memory
 from tonnage.plan.speed import NETWORK_GB_S, Speed, step_time
-from tonnage.plan.verdict import FITS, verdict
+from tonnage.plan.verdict import DOES_NOT_FIT, FITS, verdict
 
 GPUS_PER_NODE = 8  # where neither cluster.gpus_per_node nor a machine says so
 # beyond this many tokens a micro-batch gains little speed: the matrix products fill the GPU
@@ -76,9 +77,12 @@ def make_plan(config: Config, layout: Layout, architecture: Architecture, gpu: G
     for_good = config.train.max_steps // every if every and config.train.max_steps else 0
     judged = bool(config.eval.path) or config.eval.holdout_fraction > 0
     kept = config.checkpoint.keep + (config.checkpoint.keep_best and judged) + for_good + 1
-    return Plan(job, layout, gpu, needed, verdict(needed.peak_bytes, gpu.memory_gib, layout.gpus),
-                host(job, kept, cuda=layout.device == "cuda"),
-                step_time(job, gpu, NETWORK_GB_S if network == "auto" else network))
+    on_host = host(job, kept, cuda=layout.device == "cuda")
+    given = config.cluster.memory_gib
+    too_much = isinstance(given, float) and layout.device == "cuda" and on_host.memory_gib > given
+    speed = None if config.precision.fp8_emulate else step_time(job, gpu, NETWORK_GB_S if network == "auto" else network)
+    return Plan(job, layout, gpu, needed,
+                DOES_NOT_FIT if too_much else verdict(needed.peak_bytes, gpu.memory_gib, layout.gpus), on_host, speed)
 
 
 def plan_layout(config: Config, architecture: Architecture, gpu: Gpu, under_deepspeed: bool = False) -> Layout:
@@ -98,7 +102,10 @@ def settled_layout(config: Config, gpus: int, device: str, local_gpus: int, unde
     per_node = config.cluster.gpus_per_node
     per_node = min(gpus, local_gpus if per_node == "auto" else per_node)
     settled = settle_auto(config, gpus, per_node, under_deepspeed, architecture, gpu)
-    return resolve_layout(settled, gpus, device, local_gpus, under_deepspeed)
+    layout = resolve_layout(settled, gpus, device, local_gpus, under_deepspeed)
+    if CAPABILITIES[layout.strategy].engine == "deepspeed":
+        deepspeed_json(config, int(layout.strategy.removeprefix("zero")), layout.cut.micro_rows)  # for its refusals
+    return layout
 
 
 def settle_auto(config: Config, gpus: int, per_node: int, under_deepspeed: bool, architecture: Architecture,
@@ -124,11 +131,11 @@ def _strategies(config: Config, gpus: int, per_node: int, under_deepspeed: bool)
     if config.strategy.name != "auto":
         return [config.strategy.name]
     names = ladder(config, under_deepspeed)
-    if gpus == 1:
-        names = names[:2] if under_deepspeed else names[:1]
-    elif gpus <= per_node or config.strategy.offload != "none":
+    if gpus <= per_node or config.strategy.offload != "none":
         # within one node it is fsdp; on several each has a copy of what is offloaded in its memory, and moves more of it
         names = tuple(name for name in names if name != "hsdp")
+    if gpus == 1:
+        names = names[:2] if CAPABILITIES[names[0]].engine == "deepspeed" else names[:1]
     legal = [name for name in names if not violations(name, chosen_of(config))]
     return legal or [names[-1]]
 

@@ -17,7 +17,8 @@ ACCURACY = ("tensors of FSDP2 within 5 % of the traced step, of ZeRO within 5 % 
 
 def describe(config: Config, plan: Plan) -> str:
     """The plan as a person reads it."""
-    return "\n".join([*_heading(config, plan), "", *memory_lines(plan), "", *_verdict_lines(plan), *_rest(config, plan)])
+    return "\n".join([*_heading(config, plan), "", *memory_lines(plan), "", *_verdict_lines(config, plan),
+                      *_rest(config, plan)])
 
 
 def _heading(config, plan):
@@ -55,12 +56,21 @@ def _row(name, sizes):
     return f"  {name:34}" + "".join(" " * 10 if size is None else f"{size / GIB:10.3f}" for size in sizes)
 
 
-def _verdict_lines(plan):
+def _verdict_lines(config, plan):
     peak = plan.memory.peak_bytes / GIB
+    loose = plan.job.attention == "eager"
     return [f"{plan.verdict}: peak {peak:.2f} GiB in the {plan.memory.peak_phase} phase, {plan.share:.0%} of the "
             f"{plan.gpu.memory_gib:.1f} GiB of {plan.gpu.title}",
             f"  on A100-80GB below {FITS_BELOW:.0%} all ran, above {DIES_ABOVE:.1%} none did (216 runs of others)",
-            f"  {ACCURACY}"]
+            f"  {'eager attention is predicted up to a third too low' if loose else ACCURACY}", *host_lines(config, plan)]
+
+
+def host_lines(config: Config, plan: Plan) -> list[str]:
+    """What to say where a node has less memory than the run needs."""
+    given = config.cluster.memory_gib
+    if not isinstance(given, float) or plan.host.memory_gib <= given:
+        return []
+    return [f"host memory {plan.host.memory_gib:.1f} GiB a node is more than cluster.memory_gib={given:g}"]
 
 
 def _rest(config, plan):
@@ -69,7 +79,7 @@ def _rest(config, plan):
     lines = [f"host memory  {host.memory_gib:.1f} GiB a node ({parts})",
              f"disk         {host.checkpoint_gib:.2f} GiB a checkpoint, {host.disk_gib:.2f} GiB with those that are kept"]
     if speed is None:
-        return [*lines, "speed        not known: no arithmetic or links on record for this GPU or precision"]
+        return [*lines, "speed        not known: no arithmetic or links on record for this GPU or precision, or emulated"]
     lines += [f"speed        {speed.tokens_per_s:,.0f} tokens/s with padding ({speed.tokens_per_s_per_gpu:,.0f} each), "
               f"{speed.step_s:.1f} s a step, {speed.mfu:.0%} of the GPU's peak",
               f"             compute {speed.compute_s:.1f} s, waiting for others {speed.exposed_s:.1f} s, host link "
@@ -94,12 +104,21 @@ def as_dict(config: Config, plan: Plan) -> dict:
     return {
         "model": config.model.name, "parameters": plan.job.architecture.num_parameters,
         "trained_parameters": plan.job.trained_parameters, "gpu": plan.gpu.name, "gpu_memory_gib": plan.gpu.memory_gib,
-        "layout": asdict(plan.layout), "verdict": plan.verdict, "share": plan.share, "peak_phase": plan.memory.peak_phase,
+        "layout": asdict(plan.layout), "levers": _levers(plan.job), "verdict": plan.verdict, "share": plan.share,
+        "peak_phase": plan.memory.peak_phase,
         "peak_bytes": plan.memory.peak_bytes, "phases": plan.memory.phases,
         "host_memory_gib": plan.host.memory_gib, "checkpoint_gib": plan.host.checkpoint_gib, "disk_gib": plan.host.disk_gib,
         "speed": asdict(plan.speed) if plan.speed else None,
         "usd_per_1e6_tokens": cost_usd(1e6, plan.speed, plan.gpu) if plan.speed else None,
         "kwh_per_1e6_tokens": energy_kwh(1e6, plan.speed, plan.gpu) if plan.speed else None}
+
+
+def _levers(job):
+    """What of a run decides its memory and speed besides model and layout."""
+    return {name: getattr(job, name) for name in (
+        "adapter", "rank", "quantise", "precision", "optimizer", "offload", "checkpointing", "checkpoint_every_layers",
+        "checkpoints_on_host", "shard_gpus", "expert_gpus", "hpz_gpus", "fp8_all_gather", "attention", "loss", "packing",
+        "compile")}
 
 
 def _line(one: Found) -> str:
