@@ -4,8 +4,8 @@ import json
 
 import pytest
 
+from tonnage.config.deepspeed_json import TOP_LEVEL_KEYS, deepspeed_json
 from tonnage.config.schema import Config, Optimizer, Precision, Strategy
-from tonnage.engines.deepspeed_json import TOP_LEVEL_KEYS, deepspeed_json
 from tonnage.errors import ConfigError
 from tonnage.facts.capabilities import CAPABILITIES
 

@@ -40,7 +40,7 @@ class DeepSpeedEngine:
     """See `engines.base.Engine`.
 
     Args:
-        settings: the JSON of `engines.deepspeed_json`.
+        settings: the JSON of `config.deepspeed_json`.
     """
 
     def __init__(self, *, settings: dict, precision: str, clip_norm: float | None, device: torch.device):

@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tonnage.config.batch import micro_choices
+from tonnage.config.deepspeed_json import deepspeed_json
 from tonnage.config.rules import Layout, ladder, resolve_layout
 from tonnage.config.schema import Config
-from tonnage.engines.deepspeed_json import deepspeed_json
 from tonnage.errors import ConfigError, NotFetched, UnknownFamily
 from tonnage.facts.architectures import Architecture
 from tonnage.facts.capabilities import CAPABILITIES, chosen_of, violations

@@ -5,11 +5,11 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
+from tonnage.config.deepspeed_json import deepspeed_json
 from tonnage.config.rules import Layout, shard_gpus
 from tonnage.config.schema import Config
 from tonnage.data.formats import Counts
 from tonnage.data.formats import Source as Records
-from tonnage.engines.deepspeed_json import deepspeed_json
 from tonnage.errors import DataError
 from tonnage.facts.capabilities import CAPABILITIES
 from tonnage.facts.models import MODELS

@@ -246,8 +246,8 @@ def make_engine(config: Config, strategy: str, gpus_per_node: int, cut: BatchCut
     """The engine of a (resolved) strategy."""
     clip = config.optimizer.clip_norm
     if CAPABILITIES[strategy].engine == "deepspeed":
+        from tonnage.config.deepspeed_json import deepspeed_json
         from tonnage.engines.deepspeed import DeepSpeedEngine
-        from tonnage.engines.deepspeed_json import deepspeed_json
 
         settings = deepspeed_json(config, int(strategy.removeprefix("zero")), cut.micro_rows)
         return DeepSpeedEngine(settings=settings, precision=config.precision.dtype, clip_norm=clip, device=device)
