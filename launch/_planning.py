@@ -43,4 +43,4 @@ def require_fit(config: Config, plan: Plan, otherwise: str) -> None:
     if plan.verdict != DOES_NOT_FIT or not config.plan.refuse:
         return
     advice = text.advice_lines(remedies(config, plan)) if plan.layout.device == "cuda" else []
-    raise DoesNotFit("\n".join([otherwise, *text.host_lines(config, plan), *advice]))
+    raise DoesNotFit("\n".join([otherwise, *text.host_lines(plan), *advice]))

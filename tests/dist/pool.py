@@ -37,7 +37,7 @@ class Pool:
                 rank, value, fault = self.outbox.get(timeout=timeout_s)
             except queue.Empty:
                 self.close()
-                raise TimeoutError(f"{function.__name__} took over {timeout_s} s on {self.world} ranks") from None
+                raise TimeoutError(f"{function} took over {timeout_s} s on {self.world} ranks") from None
             if fault:
                 self.close()
                 raise AssertionError(f"rank {rank} of {self.world}:\n{fault}")

@@ -53,10 +53,9 @@ def test_the_peak_beside_what_is_offloaded_is_predicted(pools, folder, strategy,
     overrides = ["strategy.offload=optimizer"]
     real = pools(ranks).run(memory.measure, strategy, "full", folder, overrides)[0]
     config = memory.config_for(strategy, "full", folder, ranks, overrides)
-    mine = predicted(config, resolve_layout(config, ranks, "cpu", ranks, under_deepspeed=False))
-    job = job_of(config, resolve_layout(config, ranks, "cpu", ranks, under_deepspeed=False), architecture_of(config))
-    a = job.architecture
-    on_host = ON_HOST[strategy] * job.trained_parameters / ranks + 2 * a.embedding_parameters * (strategy != "zero3")
+    layout, a = resolve_layout(config, ranks, "cpu", ranks, under_deepspeed=False), architecture_of(config)
+    mine = predicted(config, layout)
+    on_host = ON_HOST[strategy] * a.num_parameters / ranks + 2 * a.embedding_parameters * (strategy != "zero3")
     found = max(mine.values()) / (max(peak["total"] for peak in real.values()) - on_host)
     assert 0.95 < found < most
 

@@ -3,6 +3,7 @@
 import json
 import math
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -261,10 +262,12 @@ def test_a_stop_request_ends_an_evaluation_at_the_next_micro_batch_on_all_ranks(
         assert noted == ([], None) and losses == expected
 
 
-def train_three(folder, strategy, *overrides):
+def train_three(folder, strategy, *overrides, watch=None):
+    """(losses, weights) of three windows; and what `watch` gave of the engine before them, a list that they may fill."""
     s = open_tiny(config_for(strategy, "optimizer.learning_rate=0.01", *overrides), folder)
+    seen = [] if watch is None else [watch(s.engine)]
     loop.train(s)
-    found = [line["loss"] for line in s.metrics.lines], whole_weights(s.engine)
+    found = [line["loss"] for line in s.metrics.lines], whole_weights(s.engine), *seen
     s.engine.close()
     return found
 
@@ -295,20 +298,16 @@ def test_weights_gathered_within_a_layer_do_not_upset_checkpointing(pools, tmp_p
     assert furthest(again[1], plain[1]) < 1e-5
 
 
-def train_with_copy(folder, *words):
-    """As `train_three`, and which share of the sharded weights this rank holds in a second copy after forward."""
-    s = open_tiny(config_for("zero3", "optimizer.learning_rate=0.01", *words), folder)
-    sharded, held = [parameter for parameter in s.engine.model.parameters() if not parameter.ds_persist], []
+def second_copies(engine):
+    """Which share of the sharded weights this rank holds in a second copy after each forward."""
+    sharded, held = [parameter for parameter in engine.model.parameters() if not parameter.ds_persist], []
 
     def look(*_):
         copies = [parameter.ds_secondary_tensor for parameter in sharded]
         held.append(sum(copy.numel() for copy in copies if copy is not None) / sum(p.ds_numel for p in sharded))
 
-    s.engine.model.register_forward_hook(look)
-    loop.train(s)
-    found = [line["loss"] for line in s.metrics.lines], whole_weights(s.engine), held
-    s.engine.close()
-    return found
+    engine.model.register_forward_hook(look)
+    return held
 
 
 @pytest.mark.parametrize(("adapter", "ranks", "hpz_gpus", "words"), [
@@ -317,14 +316,15 @@ def train_with_copy(folder, *words):
     # small tensors stay whole, as they do by default
     ("full", 2, 2, ("strategy.extra={zero_optimization: {stage3_param_persistence_threshold: 1000}}",))])
 def test_a_second_copy_of_the_weights_changes_nothing(pools, tiny_folder, adapter, ranks, hpz_gpus, words):
-    words = (f"adapter={adapter}", "batch.micro_rows=1", "model.activation_checkpointing=full", *words)
-    *plain, none = pools(ranks).run(train_with_copy, tiny_folder, *words)[0]
-    *copied, held = pools(ranks).run(train_with_copy, tiny_folder, *words, f"strategy.hpz_gpus={hpz_gpus}")[0]
+    words = ("zero3", f"adapter={adapter}", "batch.micro_rows=1", "model.activation_checkpointing=full", *words)
+    train = partial(train_three, watch=second_copies)
+    *plain, none = pools(ranks).run(train, tiny_folder, *words)[0]
+    *copied, held = pools(ranks).run(train, tiny_folder, *words, f"strategy.hpz_gpus={hpz_gpus}")[0]
     # what is used again before long is not released after forward, and not copied
     assert not any(none) and max(held) == pytest.approx(1 / hpz_gpus, rel=0.05)
     assert copied[0] == pytest.approx(plain[0], rel=1e-6)
     assert furthest(copied[1], plain[1]) < 1e-5
-    assert pools(ranks).run(train_with_copy, tiny_folder, *words)[0][0] == plain[0]  # no copies are left to the next model
+    assert pools(ranks).run(train, tiny_folder, *words)[0][0] == plain[0]  # no copies are left to the next model
 
 
 class PackedRows(RaggedRows):

@@ -1,12 +1,13 @@
 """precision=fp8 by the real loop and engines, emulated: near bf16, the same trained tensors, nothing of it in an export."""
 
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from moe import make_moe
 from test_engines import train_three
-from tiny import config_for, make_model, open_tiny, whole_weights
+from tiny import config_for, make_model, open_tiny
 from torchao.float8.float8_training_tensor import Float8TrainingTensor
 
 from tonnage.data.collate import collate
@@ -98,20 +99,12 @@ def test_a_checkpoint_is_exported_as_plain_layers(pools, tiny_folder, tmp_path, 
     assert {name for name, parameter in model.named_parameters() if parameter.requires_grad} == set(stored.names())
 
 
-def train_gathered(folder, strategy, *overrides):
-    """As `train_three`, and how many weights were FP8 as their products saw them."""
-    s, seen = open_tiny(config_for(strategy, "optimizer.learning_rate=0.01", *FP8, *overrides), folder), set()
-
-    def look(module, _):
-        seen.add((module, isinstance(module.weight, Float8TrainingTensor)))
-
-    for module in s.engine.model.modules():
-        if isinstance(module, Float8Linear):
-            module.register_forward_pre_hook(look)
-    loop.train(s)
-    found = [line["loss"] for line in s.metrics.lines], whole_weights(s.engine), [in_float8 for _, in_float8 in seen]
-    s.engine.close()
-    return found
+def gathered_weights(engine):
+    """Of each layer that computes in FP8, whenever it does: whether its weight is in FP8 as it comes."""
+    layers, seen = [module for module in engine.model.modules() if isinstance(module, Float8Linear)], []
+    for layer in layers:
+        layer.register_forward_pre_hook(lambda layer, _: seen.append(isinstance(layer.weight, Float8TrainingTensor)))
+    return seen
 
 
 @pytest.mark.parametrize("world, strategy, adapter, words", [
@@ -122,9 +115,10 @@ def train_gathered(folder, strategy, *overrides):
         (2, "fsdp", "full", ("strategy.sequence_gpus=2",)), (2, "fsdp", "lora", ("strategy.expert_gpus=2",))))])
 def test_weights_gathered_in_fp8_teach_the_same_to_the_bit(pools, tmp_path, world, strategy, adapter, words):
     folder = make_moe(tmp_path, "deepseek_v3") if "strategy.expert_gpus=2" in words else make_model(tmp_path, hidden=128)
-    shared = (folder, strategy, f"adapter={adapter}", "batch.micro_rows=1", *words)
-    losses, weights, plain = pools(world).run(train_gathered, *shared)[0]
-    found, trained, gathered = pools(world).run(train_gathered, *shared, "strategy.fp8_all_gather=true")[0]
+    train = partial(train_three, watch=gathered_weights)
+    shared = (folder, strategy, *FP8, f"adapter={adapter}", "batch.micro_rows=1", *words)
+    losses, weights, plain = pools(world).run(train, *shared)[0]
+    found, trained, gathered = pools(world).run(train, *shared, "strategy.fp8_all_gather=true")[0]
     if world == 4:
         pools(world).close()
     assert plain == [False] * len(plain) and gathered == [True] * len(plain) and len(plain) >= 14

@@ -16,7 +16,7 @@ BATCH_KEYS = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps"
 def generated(stage=2, precision="bf16", offload="none", clip_norm=1.0, extra=None, micro_rows=4):
     config = Config(precision=Precision(name=precision), optimizer=Optimizer(clip_norm=clip_norm),
                     strategy=Strategy(offload=offload, nvme_path="/nvme", extra=extra or {}))
-    return deepspeed_json(config, stage, micro_rows)
+    return deepspeed_json(config, f"zero{stage}", micro_rows)
 
 
 def refusal(extra, **keys):
@@ -129,7 +129,8 @@ def test_rounded_traffic_is_refused_unless_it_is_off(name):
 def test_a_second_copy_of_the_weights_is_decided_by_its_key():
     assert refusal({"zero_optimization": {"zero_hpz_partition_size": 8}}).startswith(
         "strategy.extra.zero_optimization.zero_hpz_partition_size: is decided by strategy.hpz_gpus")
-    assert deepspeed_json(Config(strategy=Strategy(hpz_gpus=4)), 3, 1)["zero_optimization"]["zero_hpz_partition_size"] == 4
+    copied = deepspeed_json(Config(strategy=Strategy(hpz_gpus=4)), "zero3", 1)
+    assert copied["zero_optimization"]["zero_hpz_partition_size"] == 4
     assert "zero_hpz_partition_size" not in generated(3)["zero_optimization"]
 
 

@@ -25,7 +25,7 @@ GIB = 2**30
 
 def planned(*overrides):
     config = compose_config(overrides)
-    gpu, architecture = GPUS[config.gpu.name], architecture_of(config)
+    gpu, architecture = gpu_of(config.gpu.name, config.gpu.memory_gib), architecture_of(config)
     return config, make_plan(config, plan_layout(config, architecture, gpu), architecture, gpu)
 
 
@@ -181,9 +181,7 @@ def test_gpus_that_share_a_row_hold_its_slices_and_are_offered_where_a_row_does_
 
 
 def test_more_gpus_share_a_row_where_fewer_leave_it_tight():
-    config = compose_config([*LONG, "gpu=other", "gpu.memory_gib=40"])
-    gpu, architecture = gpu_of("other", 40.0), architecture_of(config)
-    plan = make_plan(config, plan_layout(config, architecture, gpu), architecture, gpu)
+    config, plan = planned(*LONG, "gpu=other", "gpu.memory_gib=40")
     offered = {one.override: one.verdict for one in search(config, plan, extremes=True).fitting}
     assert offered["strategy.sequence_gpus=4"] == TIGHT and offered["strategy.sequence_gpus=8"] == FITS
     assert "strategy.sequence_gpus=8" in {one.override for one in remedies(config, plan)}
@@ -237,11 +235,7 @@ def test_the_page_of_long_rows_says_what_the_planner_says():
 
 
 def test_unknown_arithmetic_gives_no_speed_and_unknown_prices_no_cost():
-    config = compose_config(["model=llama7b", "gpu=other", "gpu.memory_gib=48"])
-    from tonnage.facts.gpus import gpu_of
-
-    gpu, architecture = gpu_of("other", 48.0), architecture_of(config)
-    plan = make_plan(config, plan_layout(config, architecture, gpu), architecture, gpu)
+    config, plan = planned("model=llama7b", "gpu=other", "gpu.memory_gib=48")
     assert plan.speed is None and "not known" in text.describe(config, plan)
 
 

@@ -26,15 +26,15 @@ TYPED_KEYS = {"train_batch_size": "batch.global_rows", "optimizer": "optimizer",
               "amp": "precision", "torch_autocast": "precision"}
 
 
-def deepspeed_json(config: Config, stage: int, micro_rows: int) -> dict[str, Any]:
-    """What `deepspeed.initialize` is given; plain ints, floats, bools, texts and dicts.
+def deepspeed_json(config: Config, strategy: str, micro_rows: int) -> dict[str, Any]:
+    """What `deepspeed.initialize` is given for strategy zero0 to zero3; plain ints, floats, bools, texts and dicts.
 
     One accumulation step: the loop sums the micro-batches of a window itself and sets the boundary.
 
     Raises:
         ConfigError: `strategy.extra` contradicts a generated key or has one that DeepSpeed does not know.
     """
-    precision = config.precision.dtype
+    stage, precision = int(strategy.removeprefix("zero")), config.precision.dtype
     generated = {
         "train_micro_batch_size_per_gpu": micro_rows,
         "gradient_accumulation_steps": 1,

@@ -5,6 +5,7 @@ import re
 from dataclasses import asdict, dataclass, replace
 
 from tonnage.config.batch import BatchCut, resolve_batch
+from tonnage.config.deepspeed_json import deepspeed_json
 from tonnage.config.schema import Config, DataSet
 from tonnage.errors import ConfigError
 from tonnage.facts.architectures import Architecture
@@ -57,6 +58,8 @@ def resolve_layout(config: Config, gpus: int, device: str, local_gpus: int, unde
         raise ConfigError("\n".join(faults))
     together = config.strategy.sequence_gpus
     cut = resolve_batch(config.batch, gpus, config.data.seq_tokens, together)
+    if config.strategy.extra:
+        deepspeed_json(config, strategy, cut.micro_rows)  # for its refusals
     return Layout(gpus, per_node, device, strategy, cut, together)
 
 
@@ -66,11 +69,11 @@ def ladder(config: Config, under_deepspeed: bool) -> tuple[str, ...]:
         return tuple(name for name, row in CAPABILITIES.items() if row.expert_parallel)
     if config.strategy.hpz_gpus > 1:
         return ("zero3",)
-    families = [("ddp", "hsdp", "fsdp"), ("zero1", "zero2", "zero3")]
-    for names in reversed(families) if under_deepspeed else families:
-        if legal := tuple(name for name in names if config.strategy.offload in CAPABILITIES[name].offload):
-            return legal
-    return families[under_deepspeed]
+    fsdp, zero = ("ddp", "hsdp", "fsdp"), ("zero1", "zero2", "zero3")
+    first, second = (zero, fsdp) if under_deepspeed else (fsdp, zero)
+    able = [tuple(name for name in names if config.strategy.offload in CAPABILITIES[name].offload)
+            for names in (first, second)]
+    return able[0] or able[1] or first
 
 
 def _broken_rules(config, gpus, per_node, device, strategy):

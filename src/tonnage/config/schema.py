@@ -99,9 +99,9 @@ class Adapter:
 @section
 class Strategy:
     name: Literal["auto", "ddp", "zero0", "zero1", "zero2", "zero3", "fsdp", "hsdp"] = key(
-        "auto", "how states are spread over GPUs; auto: on GPUs the least sharding that the plan says fits, zero1 to zero3 "
-                "under the deepspeed launcher, else ddp, hsdp (not with offload), fsdp; on CPUs zero3 or fsdp, on one "
-                "zero1 or ddp; with hpz_gpus zero3, with expert_gpus fsdp")
+        "auto", "how states are spread over GPUs; auto: of those that offload as asked, on GPUs the least sharding that "
+                "the plan says fits, zero1 to zero3 under the deepspeed launcher, else ddp, hsdp (not with offload), fsdp; "
+                "on CPUs zero3 or fsdp, on one zero1 or ddp; with hpz_gpus zero3, with expert_gpus fsdp")
     offload: Literal["none", "optimizer", "all", "nvme"] = key(
         "none", "what lives in host memory (or on NVMe): the optimizer, or parameters too")
     nvme_path: str | None = key(None, "folder on a local NVMe disk, for offload=nvme")

@@ -36,7 +36,7 @@ def checkpoint_layers(model: PreTrainedModel, settings: Model) -> None:
                           f"{obstacle}")
     # reentrant checkpointing needs an input that requires grad, and reduces twice under ZeRO-2
     how = {"use_reentrant": False}
-    if settings.activation_checkpointing == "selective":
+    if settings.activation_checkpointing == "selective":  # a compiled layer knows of torch's own modes alone
         how["context_fn"] = partial(create_selective_checkpoint_contexts, _policy) if settings.compile else _contexts
     which = {"every_n_layers": settings.checkpoint_every_layers} if settings.checkpoint_every_layers > 1 else {}
     if settings.checkpoints_on_host:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from tonnage.facts.bases import expert_parts, fields
 from tonnage.facts.sizes import PROCESS_WITHOUT_CUDA_GIB, SAVE_FILE_BYTES
 from tonnage.plan.job import Job, is_expert
-from tonnage.plan.spread import MASTER, STATES
+from tonnage.plan.spread import MASTER, STATES, largest_trained
 
 PROCESS_GIB = 3.0  # a Python process with torch and CUDA's libraries
 GIB = 2**30
@@ -77,14 +77,15 @@ def _optimizer_bytes(job):
         return states + MASTER * numbers + pinned_bytes(MASTER * numbers) + sum(
             pinned_bytes(MASTER * size, block) for size in groups)
     between = MASTER * numbers * (job.strategy == "zero2" and job.compute_bytes == MASTER and job.accumulation_steps > 1)
-    return states + between + pinned_bytes(job.compute_bytes * max(_trained_tensors(job))) + sum(
+    return states + between + pinned_bytes(job.compute_bytes * largest_trained(job)) + sum(
         2 * pinned_bytes(MASTER * size) + pinned_bytes(job.compute_bytes * size) for size in groups)
 
 
 def _weight_bytes(job):
     """Of a rank, besides, under offload=all: frozen weights, pinned tensor by tensor; under ZeRO-3 trained ones in the
     compute precision, pinned so and then in one buffer, while torch keeps the blocks of the former."""
-    n, size = job.shard_gpus, sum(pinned_bytes(one / job.shard_gpus) for one in _frozen_tensors(job))
+    n = job.shard_gpus
+    size = sum(pinned_bytes(one / n) for one in _frozen_tensors(job))
     if job.strategy == "zero3":
         copies = [job.compute_bytes * one / n for one in _trained_tensors(job)]
         size += sum(map(pinned_bytes, copies)) + pinned_bytes(sum(copies))

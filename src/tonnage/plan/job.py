@@ -119,8 +119,11 @@ class Job:
         if not self.fp8_all_gather:
             return (0,) * a.num_layers
         return tuple(sum(inputs * outputs for name, (inputs, outputs) in a.linear_shapes(i).items()
-                         if is_float8(name, inputs, outputs) and outputs % self.shard_gpus == 0)
-                     for i in range(a.num_layers))
+                         if self.gathers_in_float8(name, inputs, outputs)) for i in range(a.num_layers))
+
+    def gathers_in_float8(self, name: str, inputs: int, outputs: int) -> bool:
+        """Whether a matrix of `Architecture.linear_shapes` is gathered in FP8: where its rows divide (models.float8)."""
+        return self.fp8_all_gather and is_float8(name, inputs, outputs) and outputs % self.shard_gpus == 0
 
     @property
     def step_tokens(self) -> int:

@@ -41,20 +41,21 @@ def style_of(job: Job) -> Style:
     """How this project's engines compute a layer: adapters in the compute precision, transformers' own modules."""
     # samples of a row that are kept apart, or a window, take a mask; without one attention is causal
     windowed = job.architecture.attention_window_tokens is not None
-    packed = (job.packing or windowed) and job.attention == "sdpa"
+    masked = (job.packing or windowed) and job.attention == "sdpa"
     return Style(compute_bytes=job.compute_bytes, trains_base=job.trains_all, weight_gradient_bytes=job.compute_bytes,
                  rank=job.rank, adapted=adapted_names(job), adapter_bytes=job.compute_bytes, flash=job.attention != "eager",
-                 masked=packed, holds_mask=packed, dropout=job.dropout > 0, dora=job.adapter == "dora",
+                 masked=masked, holds_mask=masked, dropout=job.dropout > 0, dora=job.adapter == "dora",
                  dequantised_weight=job.quantise != "none", expert_gpus=job.expert_gpus,
                  inputs_on_host=int(job.checkpoints_on_host), sequence_gpus=job.sequence_gpus,
-                 float8=_float8_names(job), gathered_in_float8=_float8_names(job) if job.fp8_all_gather else frozenset())
+                 float8=_names(job, lambda *matrix: job.precision == "fp8" and is_float8(*matrix)),
+                 gathered_in_float8=_names(job, job.gathers_in_float8))
 
 
-def _float8_names(job):
-    """Names of the matrices that are multiplied in FP8, dense layers and mixtures of experts together."""
+def _names(job, chosen):
+    """Names of the matrices, dense layers and mixtures of experts together, for which chosen(name, inputs, outputs)."""
     a = job.architecture
     shapes = {name: shape for i in (0, a.num_layers - 1) for name, shape in a.linear_shapes(i).items()}
-    return frozenset(name for name, shape in shapes.items() if job.precision == "fp8" and is_float8(name, *shape))
+    return frozenset(name for name, shape in shapes.items() if chosen(name, *shape))
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tonnage.config.batch import micro_choices
-from tonnage.config.deepspeed_json import deepspeed_json
 from tonnage.config.rules import Layout, ladder, resolve_layout
 from tonnage.config.schema import Config
 from tonnage.errors import ConfigError, NotFetched, UnknownFamily
@@ -36,13 +35,24 @@ class Plan:
     layout: Layout
     gpu: Gpu
     memory: Memory
-    verdict: str
     host: Host
+    host_given_gib: float | None  # what cluster.memory_gib grants a node; None: nothing stated, or a CPU's
     speed: Speed | None
 
     @property
     def share(self) -> float:
         return self.memory.peak_bytes / 2**30 / self.gpu.memory_gib
+
+    @property
+    def lacks_host_memory(self) -> bool:
+        return self.host_given_gib is not None and self.host.memory_gib > self.host_given_gib
+
+    @property
+    def verdict(self) -> str:
+        """`fits`, `tight` or `does not fit`."""
+        if self.lacks_host_memory:
+            return DOES_NOT_FIT
+        return verdict(self.memory.peak_bytes, self.gpu.memory_gib, self.layout.gpus)
 
 
 def architecture_of(config: Config, folder: str | None = None) -> Architecture:
@@ -72,17 +82,14 @@ def make_plan(config: Config, layout: Layout, architecture: Architecture, gpu: G
     """The plan of a config on a layout of `gpu`s."""
     job = job_of(config, layout, architecture)
     network = config.cluster.network_gb_s
-    needed = memory(job)
     every = config.checkpoint.keep_every_steps
     for_good = config.train.max_steps // every if every and config.train.max_steps else 0
     judged = bool(config.eval.path) or config.eval.holdout_fraction > 0
     kept = config.checkpoint.keep + (config.checkpoint.keep_best and judged) + for_good + 1
-    on_host = host(job, kept, cuda=layout.device == "cuda")
-    given = config.cluster.memory_gib
-    too_much = isinstance(given, float) and layout.device == "cuda" and on_host.memory_gib > given
+    cuda, given = layout.device == "cuda", config.cluster.memory_gib
     speed = None if config.precision.fp8_emulate else step_time(job, gpu, NETWORK_GB_S if network == "auto" else network)
-    return Plan(job, layout, gpu, needed,
-                DOES_NOT_FIT if too_much else verdict(needed.peak_bytes, gpu.memory_gib, layout.gpus), on_host, speed)
+    return Plan(job, layout, gpu, memory(job), host(job, kept, cuda), given if cuda and isinstance(given, float) else None,
+                speed)
 
 
 def plan_layout(config: Config, architecture: Architecture, gpu: Gpu, under_deepspeed: bool = False) -> Layout:
@@ -102,10 +109,7 @@ def settled_layout(config: Config, gpus: int, device: str, local_gpus: int, unde
     per_node = config.cluster.gpus_per_node
     per_node = min(gpus, local_gpus if per_node == "auto" else per_node)
     settled = settle_auto(config, gpus, per_node, under_deepspeed, architecture, gpu)
-    layout = resolve_layout(settled, gpus, device, local_gpus, under_deepspeed)
-    if CAPABILITIES[layout.strategy].engine == "deepspeed":
-        deepspeed_json(config, int(layout.strategy.removeprefix("zero")), layout.cut.micro_rows)  # for its refusals
-    return layout
+    return resolve_layout(settled, gpus, device, local_gpus, under_deepspeed)
 
 
 def settle_auto(config: Config, gpus: int, per_node: int, under_deepspeed: bool, architecture: Architecture,

@@ -108,7 +108,7 @@ def remedies(config: Config, plan: Plan, most: int = 3) -> list[Found]:
 
 def _candidates(config: Config, plan: Plan, extremes: bool) -> Iterator[tuple[Config, dict[str, str]]]:
     """Configs and, by key, the words that make them of `config`; what is `auto` is tried as it is, too."""
-    layout = plan.layout
+    layout, same_window = plan.layout, _same_window(config, plan)
     micro = ("auto", 1) if extremes else micro_choices(config.batch, layout.shares, most_micro_rows(config))
     axes = {
         "strategy": dict.fromkeys((config.strategy.name, *CAPABILITIES)),
@@ -132,8 +132,8 @@ def _candidates(config: Config, plan: Plan, extremes: bool) -> Iterator[tuple[Co
                    replace(config.adapter, name=adapter[0], quantise=adapter[1])]
         candidate = _changed(config, *values)
         if words.keys() & {"batch.micro_rows", "strategy.sequence_gpus"}:
-            words |= _window_words(config, plan)
-            candidate = _same_window(candidate, config, plan)
+            words |= _batch_words(same_window)
+            candidate = replace(candidate, batch=replace(candidate.batch, **same_window))
         name, experts = candidate.strategy.name, candidate.strategy.expert_gpus
         if experts > 1 and not (name == "auto" or CAPABILITIES[name].expert_parallel):
             continue
@@ -171,10 +171,9 @@ def _sequence_gpus(config, plan):
 
 
 def _spread_words(candidate):
-    experts = f" with experts over {candidate.strategy.expert_gpus}" if candidate.strategy.expert_gpus > 1 else ""
-    together, copied = candidate.strategy.sequence_gpus, candidate.strategy.hpz_gpus
-    experts += f" with a copy over {copied}" if copied > 1 else ""
-    return experts + (f" with rows over {together}" if together > 1 else "")
+    chosen = candidate.strategy
+    counts = {"experts": chosen.expert_gpus, "a copy": chosen.hpz_gpus, "rows": chosen.sequence_gpus}
+    return "".join(f" with {what} over {gpus}" for what, gpus in counts.items() if gpus > 1)
 
 
 def _adapters(config):
@@ -256,30 +255,23 @@ def _larger_gpu(config, plan):
 def _freeing(config, plan):
     return {key: f"{key}=auto" for key, value in (("strategy", config.strategy.name),
                                                   ("batch.micro_rows", config.batch.micro_rows))
-            if value != "auto"} | _window_words(config, plan)
+            if value != "auto"} | _batch_words(_same_window(config, plan))
 
 
 def _freed(config, plan):
-    free = replace(config, strategy=replace(config.strategy, name="auto"), batch=replace(config.batch, micro_rows="auto"))
-    return _same_window(free, config, plan)
+    return replace(config, strategy=replace(config.strategy, name="auto"),
+                   batch=replace(config.batch, micro_rows="auto", **_same_window(config, plan)))
 
 
-def _same_window(candidate, config, plan):
-    """`candidate` with the window of the run, however many GPUs and rows cut it."""
-    if config.batch.accumulation_steps == "auto":
-        return candidate
-    rows = {} if _window_is_stated(config) else {"global_rows": plan.layout.cut.global_rows}
-    return replace(candidate, batch=replace(candidate.batch, accumulation_steps="auto", **rows))
-
-
-def _window_words(config, plan):
-    """The words, by key, for `_same_window`."""
+def _same_window(config, plan):
+    """What to change of `batch`, by key, for the window of the run where GPUs and rows cut it otherwise."""
     if config.batch.accumulation_steps == "auto":
         return {}
-    rows = {} if _window_is_stated(config) else {"batch.global_rows": f"batch.global_rows={plan.layout.cut.global_rows}"}
-    return {"batch.accumulation_steps": "batch.accumulation_steps=auto"} | rows
+    if config.batch.global_rows != "auto" or config.batch.global_tokens is not None:
+        return {"accumulation_steps": "auto"}
+    # else it is what the steps make of micro-batches and GPUs
+    return {"accumulation_steps": "auto", "global_rows": plan.layout.cut.global_rows}
 
 
-def _window_is_stated(config):
-    """Else it is what accumulation steps make of micro-batches and GPUs."""
-    return config.batch.global_rows != "auto" or config.batch.global_tokens is not None
+def _batch_words(changes):
+    return {f"batch.{key}": f"batch.{key}={value}" for key, value in changes.items()}

@@ -114,13 +114,13 @@ def _fsdp(job):
         states=here * STATES[job.optimizer] * trained / n, gradients=here * MASTER * trained / n, share=here / n,
         layers=units, embedding=embedding, head=head, root=root,
         root_gradient=c * a.embedding_parameters * (job.trains_head and a.tied_embeddings),
-        save=MASTER * _largest_saved(job, layers))
+        save=MASTER * largest_trained(job))
 
 
-def _largest_saved(job, layers):
-    """Numbers of the largest tensor that a checkpoint gathers: they are gathered one by one."""
+def largest_trained(job: Job) -> int:
+    """Numbers of the largest trained tensor, adapters of a layer taken as one. A checkpoint gathers them one by one."""
     a = job.architecture
-    largest = [a.largest_matrix(i) for i in range(a.num_layers)] if job.trains_all else layers
+    largest = [a.largest_matrix(i) for i in range(a.num_layers)] if job.trains_all else job.adapter_parameters
     return max(*largest, a.embedding_parameters if job.trains_head else 0)
 
 
@@ -162,7 +162,7 @@ def _zero(job):
     if stage == 1 and not in_fp32 and not offload:
         sums += c * trained
     if offload and stage < 3:
-        weights["a gradient on its way"] = c * _largest_saved(job, layers)
+        weights["a gradient on its way"] = c * largest_trained(job)
     summed_here = not offload or stage < 2 or stage == 2 and not in_fp32
     # stage 3 casts and averages a gradient that no bucket holds as a whole (measured: 8 bytes a number)
     whole_casts = [8.0 * size if stage == 3 and job.trains_all and size > limits.reduce_bucket_size else 0.0
@@ -192,4 +192,4 @@ def _zero(job):
         gradients=sums * summed_here, share=1 / (1 if stage < 2 else n), layers=units,
         embedding=Unit(0.0, c * embedding, 0.0), head=Unit(0.0, c * head, 0.0),
         root=Unit(gathered), reduce=reduce, second_sum=MASTER * trained / n if stage == 2 and in_fp32 else 0.0, step=step,
-        save=MASTER * _largest_saved(job, layers))
+        save=MASTER * largest_trained(job))

@@ -13,12 +13,12 @@ from tonnage.plan.verdict import DIES_ABOVE, FITS_BELOW
 GIB = 2**30
 ACCURACY = ("tensors of FSDP2 within 5 % of the traced step, of ZeRO within 5 % of measured allocations on CPU; not yet "
             "measured on a GPU")
+EAGER = "eager attention is predicted up to a third too low"
 
 
 def describe(config: Config, plan: Plan) -> str:
     """The plan as a person reads it."""
-    return "\n".join([*_heading(config, plan), "", *memory_lines(plan), "", *_verdict_lines(config, plan),
-                      *_rest(config, plan)])
+    return "\n".join([*_heading(config, plan), "", *memory_lines(plan), "", *_verdict_lines(plan), *_rest(config, plan)])
 
 
 def _heading(config, plan):
@@ -56,21 +56,19 @@ def _row(name, sizes):
     return f"  {name:34}" + "".join(" " * 10 if size is None else f"{size / GIB:10.3f}" for size in sizes)
 
 
-def _verdict_lines(config, plan):
+def _verdict_lines(plan):
     peak = plan.memory.peak_bytes / GIB
-    loose = plan.job.attention == "eager"
+    accuracy = EAGER if plan.job.attention == "eager" else ACCURACY
     return [f"{plan.verdict}: peak {peak:.2f} GiB in the {plan.memory.peak_phase} phase, {plan.share:.0%} of the "
             f"{plan.gpu.memory_gib:.1f} GiB of {plan.gpu.title}",
             f"  on A100-80GB below {FITS_BELOW:.0%} all ran, above {DIES_ABOVE:.1%} none did (216 runs of others)",
-            f"  {'eager attention is predicted up to a third too low' if loose else ACCURACY}", *host_lines(config, plan)]
+            f"  {accuracy}", *host_lines(plan)]
 
 
-def host_lines(config: Config, plan: Plan) -> list[str]:
+def host_lines(plan: Plan) -> list[str]:
     """What to say where a node has less memory than the run needs."""
-    given = config.cluster.memory_gib
-    if not isinstance(given, float) or plan.host.memory_gib <= given:
-        return []
-    return [f"host memory {plan.host.memory_gib:.1f} GiB a node is more than cluster.memory_gib={given:g}"]
+    return [f"host memory {plan.host.memory_gib:.1f} GiB a node is more than "
+            f"cluster.memory_gib={plan.host_given_gib:g}"] if plan.lacks_host_memory else []
 
 
 def _rest(config, plan):
@@ -79,7 +77,8 @@ def _rest(config, plan):
     lines = [f"host memory  {host.memory_gib:.1f} GiB a node ({parts})",
              f"disk         {host.checkpoint_gib:.2f} GiB a checkpoint, {host.disk_gib:.2f} GiB with those that are kept"]
     if speed is None:
-        return [*lines, "speed        not known: no arithmetic or links on record for this GPU or precision, or emulated"]
+        return [*lines, "speed        not known: no arithmetic or links on record for this GPU or precision, or FP8 is "
+                        "emulated"]
     lines += [f"speed        {speed.tokens_per_s:,.0f} tokens/s with padding ({speed.tokens_per_s_per_gpu:,.0f} each), "
               f"{speed.step_s:.1f} s a step, {speed.mfu:.0%} of the GPU's peak",
               f"             compute {speed.compute_s:.1f} s, waiting for others {speed.exposed_s:.1f} s, host link "

@@ -49,7 +49,7 @@ def print_dry_run(config: Config, layout: Layout, overrides: Sequence[str]) -> N
         print("The loop accumulates and scales; DeepSpeed sees a step's micro-batches one by one, so it is told "
               "gradient_accumulation_steps 1.")
         print("DeepSpeed JSON:")
-        print(json.dumps(deepspeed_json(config, int(layout.strategy.removeprefix("zero")), cut.micro_rows), indent=2))
+        print(json.dumps(deepspeed_json(config, layout.strategy, cut.micro_rows), indent=2))
     else:
         print("FSDP plan:")
         print("\n".join(f"  {line}" for line in _fsdp_plan(config, layout)))

@@ -249,7 +249,7 @@ def make_engine(config: Config, strategy: str, gpus_per_node: int, cut: BatchCut
         from tonnage.config.deepspeed_json import deepspeed_json
         from tonnage.engines.deepspeed import DeepSpeedEngine
 
-        settings = deepspeed_json(config, int(strategy.removeprefix("zero")), cut.micro_rows)
+        settings = deepspeed_json(config, strategy, cut.micro_rows)
         return DeepSpeedEngine(settings=settings, precision=config.precision.dtype, clip_norm=clip, device=device)
     from tonnage.engines.fsdp import FsdpEngine
 
